@@ -1,0 +1,1 @@
+"""The flywheel, in loop order: observe, capture, replay, snapshot, controls, predictors, train, gates."""
