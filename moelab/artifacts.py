@@ -301,5 +301,7 @@ def open_artifact(path: str | Path, *, expected: str | None = None) -> Artifact:
             raise ArtifactError("file altered", file=file, field="sha256", got=got, expected=digest)
     present = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file() and not f.name.startswith(".")}
     if extra := present - set(manifest.files) - {MANIFEST}:
-        raise ArtifactError("file that no manifest lists", file=path, got=sorted(extra), expected=sorted(manifest.files))
+        raise ArtifactError(
+            "file that no manifest lists", file=path, got=sorted(extra), expected=sorted(manifest.files)
+        )
     return Artifact(path, manifest)
