@@ -92,3 +92,183 @@ def from_json(value: Any, *, file: Any = None) -> Verdict:
         return msgspec.convert(value, Verdict, strict=True)
     except msgspec.ValidationError as error:
         raise RecordError("not a verdict", file=file, got=str(error), expected="Verdict") from None
+
+
+def gate0(
+    *,
+    model: str,
+    speedup_bound: float,
+    precision_needed: float,
+    smallest_speedup: float,
+    figures: dict[str, Figure],
+    measured: dict[str, Figure] | None = None,
+    **evidence: Any,
+) -> Verdict:
+    """Ceiling: could a perfect predictor shorten a token enough to matter?
+
+    `speedup_bound` is T_off / T_bound with perfect prefetch at the stated cache and I/O-to-compute ratio;
+    `precision_needed` is the share of useful bytes at which the best prefetch would break even (above 1: never).
+    """
+    ok = speedup_bound >= smallest_speedup and precision_needed <= 1
+    reason = (
+        ""
+        if ok
+        else (
+            f"nothing to win here: even perfect prefetch gives {speedup_bound:.3f}x of the {smallest_speedup:g}x that matters"
+        )
+    )
+    return Verdict(
+        gate=0,
+        model=model,
+        status=PASS if ok else FAIL,
+        question="Could a perfect predictor shorten a token enough to matter, on this disk and memory budget?",
+        figures={"speedup_bound": speedup_bound, "precision_needed": precision_needed, **figures},
+        measured=measured or {},
+        thresholds={"smallest_speedup": smallest_speedup},
+        reason=reason,
+        **evidence,
+    )
+
+
+def gate1(
+    *,
+    model: str,
+    decoded_tokens: int,
+    rows: int,
+    order_mismatches: int,
+    set_mismatches: int,
+    token_mismatches: int,
+    position_mismatches: int,
+    prefix_mismatches: int,
+    weight_error: float,
+    weight_tolerance: float,
+    smallest_n: int,
+    figures: dict[str, Figure] | None = None,
+    **evidence: Any,
+) -> Verdict:
+    """Replay correctness for one runtime identity: ordered ids exact at every layer, weights within tolerance.
+
+    Margins at disagreements may stand beside the figures; they never excuse one (AFN-021, Gate 1).
+    """
+    exact = {
+        "order_mismatches": order_mismatches,
+        "set_mismatches": set_mismatches,
+        "token_mismatches": token_mismatches,
+        "position_mismatches": position_mismatches,
+        "prefix_mismatches": prefix_mismatches,
+    }
+    wrong = [f"{name} {count} of {rows}" for name, count in exact.items() if count]
+    if not weight_error <= weight_tolerance:
+        wrong.append(f"weight error {weight_error:.3g} above {weight_tolerance:g}")
+    if wrong:
+        status, reason = FAIL, "; ".join(wrong) + ": replay may not label tokens under this identity"
+    elif decoded_tokens < smallest_n:
+        status, reason = REFUSED, f"{decoded_tokens} decoded tokens compared, {smallest_n} needed"
+    else:
+        status, reason = PASS, ""
+    return Verdict(
+        gate=1,
+        model=model,
+        status=status,
+        question="Does replay as prefill give the routes that decode gave: same ids, same order, every layer?",
+        figures={**exact, "weight_error": weight_error, **(figures or {})},
+        n={"decoded_tokens": decoded_tokens, "rows": rows},
+        thresholds={"mismatches": 0, "weight_tolerance": weight_tolerance, "smallest_n": smallest_n},
+        reason=reason,
+        **evidence,
+    )
+
+
+def gate2(
+    *,
+    model: str,
+    violations: dict[str, int],
+    counts: dict[str, int],
+    smallest: dict[str, int],
+    figures: dict[str, Figure] | None = None,
+    **evidence: Any,
+) -> Verdict:
+    """Integrity and leakage. `violations` must all be zero; each of `smallest` is a count that must be reached.
+
+    A violation (an owner in two sets, a near-identical window in two sets, a row without authorisation, a
+    runtime-holdout row that was replayed, a mixed identity) fails; too little of a set is refused.
+    """
+    wrong = [f"{name}: {count}" for name, count in violations.items() if count]
+    short = [
+        f"{name}: {counts.get(name, 0)} of {least}" for name, least in smallest.items() if counts.get(name, 0) < least
+    ]
+    if wrong:
+        status, reason = FAIL, "; ".join(wrong)
+    elif short:
+        status, reason = REFUSED, "too little evidence: " + "; ".join(short)
+    else:
+        status, reason = PASS, ""
+    return Verdict(
+        gate=2,
+        model=model,
+        status=status,
+        question="Is every row authorised, of one identity, and in exactly one set, by owner and by text?",
+        figures={**violations, **(figures or {})},
+        n=counts,
+        thresholds={**dict.fromkeys(violations, 0), **smallest},
+        reason=reason,
+        **evidence,
+    )
+
+
+def gate3(
+    *,
+    model: str,
+    cell: str,
+    difference: float,
+    standard_error: float,
+    smallest_effect: float,
+    wasted_learned: float,
+    wasted_control: float,
+    sigmas: float = 2.0,
+    missing: list[str] | None = None,
+    figures: dict[str, Figure] | None = None,
+    standard_errors: dict[str, float] | None = None,
+    **evidence: Any,
+) -> Verdict:
+    """Offline value in the primary cell, against the best training-free control of the same horizon.
+
+    Args:
+        difference, standard_error: recall of the learned predictor minus that of the control, paired,
+            clustered by thread.
+        smallest_effect: recall difference that matters.
+        wasted_learned, wasted_control: bytes read and not used at the stated miss recall, net of the stated
+            cache, per token.
+        missing: controls that could not be run; with any, the gate is refused.
+    """
+    checks = {
+        f"recall gain {difference:.4f} is not above {sigmas:g} standard errors ({standard_error:.4f})": difference
+        > sigmas * standard_error,
+        f"recall gain {difference:.4f} is below the smallest effect that matters, {smallest_effect:g}": difference
+        >= smallest_effect,
+        f"wastes {wasted_learned:.0f} bytes a token, the control {wasted_control:.0f}": wasted_learned < wasted_control,
+    }
+    wrong = [text for text, ok in checks.items() if not ok]
+    if missing:
+        status, reason = REFUSED, "controls missing: " + ", ".join(missing)
+    elif wrong:
+        status, reason = FAIL, "; ".join(wrong)
+    else:
+        status, reason = PASS, ""
+    return Verdict(
+        gate=3,
+        model=model,
+        status=status,
+        question="Does the learned predictor beat the best training-free control at equal candidates and equal bytes?",
+        figures={
+            "cell": cell,
+            "recall_gain": difference,
+            "wasted_bytes_learned": wasted_learned,
+            "wasted_bytes_control": wasted_control,
+            **(figures or {}),
+        },
+        standard_errors={"recall_gain": standard_error, **(standard_errors or {})},
+        thresholds={"sigmas": sigmas, "smallest_effect": smallest_effect},
+        reason=reason,
+        **evidence,
+    )
