@@ -1,0 +1,86 @@
+"""Checks at the edge of a policy: each refusal names the argument, what came and what was due."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moelab.errors import PolicyError
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensor(name: str, value: object, shape: tuple[int | str, ...], dtypes=FLOATS) -> Tensor:
+    """Refuse anything but a tensor of that shape and one of those dtypes.
+
+    shape: a number fixes a dimension, a letter leaves it free; `"..."` at the end leaves the rest
+        of the dimensions free.
+    """
+    if not isinstance(value, Tensor):
+        raise PolicyError(f"{name} is not a tensor", field=name, got=type(value).__name__, expected="torch.Tensor")
+    fixed = shape[:-1] if shape[-1:] == ("...",) else shape
+    fits = len(value.shape) == len(fixed) if fixed == shape else len(value.shape) >= len(fixed)
+    if not fits or any(isinstance(want, int) and want != have for want, have in zip(fixed, value.shape, strict=False)):
+        wanted = "[" + ", ".join(map(str, shape)) + "]"
+        raise PolicyError(f"{name} has the wrong shape", field=name, got=list(value.shape), expected=wanted)
+    if value.dtype not in dtypes:
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = str(value.dtype).removeprefix("torch.")
+        raise PolicyError(f"{name} has the wrong dtype", field=name, got=got, expected=wanted)
+    return value
+
+
+def check_finite(name: str, value: Tensor) -> Tensor:
+    """Refuse NaN and infinities, and say where the first one is."""
+    finite = torch.isfinite(value)
+    if not finite.all():
+        where = (~finite).nonzero()[0]
+        got = f"{value[tuple(where)].item()} at {where.tolist()}"
+        raise PolicyError(f"{name} holds a value that is not finite", field=name, got=got, expected="finite values")
+    return value
+
+
+def check_ids(expert_ids: Sequence[str]) -> tuple[str, ...]:
+    """Refuse ids that are not distinct non-empty strings; returns them as a tuple."""
+    if isinstance(expert_ids, str) or not isinstance(expert_ids, Sequence):
+        got = type(expert_ids).__name__
+        raise PolicyError("expert_ids is not a sequence of ids", field="expert_ids", got=got, expected="tuple of str")
+    ids = tuple(expert_ids)
+    for position, name in enumerate(ids):
+        if not isinstance(name, str) or not name:
+            expected = "a non-empty string"
+            raise PolicyError(f"expert_ids[{position}] is not an id", field="expert_ids", got=name, expected=expected)
+    if len(set(ids)) != len(ids):
+        twice = next(name for name in ids if ids.count(name) > 1)
+        raise PolicyError("expert_ids repeats an id", field="expert_ids", got=twice, expected="distinct ids")
+    return ids
+
+
+def check_scores(scores: Tensor, expert_ids: Sequence[str], name: str = "scores") -> tuple[str, ...]:
+    """Refuse scores that are not finite floats `[B, T, N]` for these N ids; returns the ids."""
+    ids = check_ids(expert_ids)
+    check_tensor(name, scores, ("B", "T", len(ids)))
+    check_finite(name, scores)
+    return ids
+
+
+def check_number(name: str, value: object, *, least: float) -> float:
+    """Refuse anything but a real number (infinity included) that is at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+        raise PolicyError(f"{name} is out of range", field=name, got=value, expected=f"a number >= {least:g}")
+    return float(value)
+
+
+def check_count(name: str, value: object, *, least: int = 1) -> int:
+    """Refuse anything but an integer that is at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PolicyError(f"{name} is out of range", field=name, got=value, expected=f"an integer >= {least}")
+    return value
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a name that is not one of the choices."""
+    if value not in choices:
+        raise PolicyError(f"{name} is unknown", field=name, got=value, expected=" or ".join(map(repr, choices)))

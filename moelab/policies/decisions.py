@@ -1,0 +1,133 @@
+"""What a routing policy decided, in a form that execution and evaluation can audit.
+
+Candidate 0 is the anchor, the frozen dense path, whose score is exactly 0. Candidate k is the
+specialist `expert_ids[k - 1]`, in stable append order. A decision stores only the chosen
+candidates and their scores. Every mask is derived from the indices, so a mask cannot disagree with
+the choice: a slot is active exactly when it holds a specialist, and an inactive slot holds index 0
+with score 0, whether the anchor was chosen or the slot is padding.
+
+In the shape descriptions, `B` is the batch, `T` the tokens, `N` the specialists and `S` the slots
+of a token, that is the most specialists it may run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The candidates that each token runs.
+
+    selected_indices: `[B, T]` or `[B, T, S]` i64 candidates, 0 where a slot is inactive.
+    selected_scores: same shape, the scores of those candidates, 0 where a slot is inactive. The
+        only field that carries a gradient, back to the scores that were given.
+    expert_ids: `[N]` the specialists' names in append order.
+    """
+
+    selected_indices: Tensor
+    selected_scores: Tensor
+    expert_ids: tuple[str, ...]
+
+    @cached_property
+    def slot_indices(self) -> Tensor:
+        """`[B, T, S]` the indices with a slot axis, of length 1 for a top-1 decision."""
+        return self.selected_indices
+
+    @cached_property
+    def slot_scores(self) -> Tensor:
+        """`[B, T, S]` the scores with a slot axis."""
+        return self.selected_scores
+
+    @cached_property
+    def slot_mask(self) -> Tensor:
+        """`[B, T, S]` True where a slot runs a specialist. Active slots come first."""
+        return self.slot_indices > 0
+
+    @cached_property
+    def route_arity(self) -> Tensor:
+        """`[B, T]` i64 how many specialists each token runs."""
+        return self.slot_mask.sum(-1)
+
+    @cached_property
+    def anchor_mask(self) -> Tensor:
+        """`[B, T]` True where the anchor answers alone."""
+        return self.route_arity == 0
+
+
+@dataclass(frozen=True, eq=False)
+class Top1Decision(Decision):
+    """At most one specialist for each token.
+
+    selected_indices: `[B, T]` i64 candidates in 0..N.
+    selected_scores: `[B, T]`.
+    """
+
+    @cached_property
+    def slot_indices(self) -> Tensor:
+        return self.selected_indices.unsqueeze(-1)
+
+    @cached_property
+    def slot_scores(self) -> Tensor:
+        return self.selected_scores.unsqueeze(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class TopKDecision(Decision):
+    """Up to S specialists for each token, by descending score, equal scores in append order.
+
+    selected_indices: `[B, T, S]` i64; the active slots of a token are a prefix of its slots.
+    selected_scores: `[B, T, S]`.
+    """
+
+    @cached_property
+    def expert_pair_mask(self) -> Tensor:
+        """`[B, T]` True where exactly two specialists are approved."""
+        return self.route_arity == 2
+
+
+@dataclass(frozen=True, eq=False)
+class CapacityResult:
+    """A decision before and after availability.
+
+    decision: what selection asked for.
+    effective_routes: what may run, of the same type and shapes as `decision`. A token's routes are
+        a subset of what it asked for, in the same order, with the survivors in the first slots.
+    """
+
+    decision: Decision
+    effective_routes: Decision
+
+    @property
+    def route_arity(self) -> Tensor:
+        """`[B, T]` i64 how many specialists each token really runs."""
+        return self.effective_routes.route_arity
+
+
+def with_anchor(scores: Tensor) -> Tensor:
+    """`[B, T, N]` specialist scores to the `[B, T, N + 1]` candidate bank, anchor first at 0."""
+    return torch.cat((scores.new_zeros(*scores.shape[:-1], 1), scores), dim=-1)
+
+
+def rank(bank: Tensor, slots: int) -> Tensor:
+    """The best `slots` candidates by descending score; equal scores by lowest index.
+
+    Libraries do not promise which of two tied entries `topk` returns, so the tie is broken here.
+    A slot beyond the last candidate holds 0.
+
+    bank: `[B, T, N + 1]` candidate scores, below infinity.
+    Returns `[B, T, slots]` i64.
+    """
+    bank = bank.clone()
+    candidates = torch.arange(bank.shape[-1], dtype=torch.int32, device=bank.device)
+    ranked = []
+    for _ in range(slots):
+        tied = bank == bank.amax(-1, keepdim=True)
+        best = torch.where(tied, candidates, bank.shape[-1]).amin(-1).long()
+        ranked.append(best)
+        bank.scatter_(-1, best.unsqueeze(-1), -torch.inf)
+    return torch.stack(ranked, dim=-1)
