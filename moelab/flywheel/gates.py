@@ -72,8 +72,10 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             refuse("question", self.question, "one sentence")
         if self.status != PASS and not self.reason:
             refuse("reason", self.reason, f"why it is {self.status}")
-        for field in ("figures", "measured", "thresholds", "standard_errors"):
+        for field in ("figures", "measured", "thresholds", "standard_errors", "n"):
             for name, value in getattr(self, field).items():
+                if type(value) not in (int, float, str, type(None)):  # a numpy scalar or a bool would not survive JSON
+                    refuse(f"{field}.{name}", value, "a plain int, float, str or None")
                 if isinstance(value, float) and not math.isfinite(value):
                     refuse(f"{field}.{name}", value, "a finite number, or None for none")
         for name in self.standard_errors:
