@@ -1,0 +1,246 @@
+"""Load a checkpoint and know what it is: geometry, routing family, digests, gates.
+
+`load` takes what `mlx_lm.load` takes (a folder or a repository id) or the name of an embedded reference
+model. Loading is strict: a weight that the model does not know, or lacks, is an error that lists the
+keys, because a lenient load once left random experts in place of quantised ones and still ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ..artifacts import digest_bytes, digest_file, digest_json, read_json, root
+from ..errors import GeometryError, MissingArtifactError, ParameterError, UnsupportedModelError
+from .blocks import Block, find_blocks
+from .families import RoutingFamily
+from .taps import Tap, tap
+
+PRECISIONS = ("float32", "float16", "bfloat16", "stored")
+PROBE = "Café: 3.14 × 2 = 6.28\n\tif (x != y) { return 'naïve' }  // 你好, мир, مرحبا 🙂 <|user|>"
+"""Text whose token ids stand for a tokenizer's behaviour."""
+
+
+@dataclass(frozen=True)
+class MoEGeometry:
+    """Counts of a model: `layers` L with MoE, `experts` E, `top_k` K, `hidden` H (all as in DESIGN §5).
+
+    `layer_ids[L]` are positions among all decoder layers; `expert_bytes` is the size of the largest
+    expert as stored in the checkpoint, `layer_expert_bytes[L]` that of each layer.
+    """
+
+    layers: int
+    experts: int
+    top_k: int
+    hidden: int
+    layer_ids: tuple[int, ...]
+    expert_bytes: int
+    layer_expert_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GateWeights:
+    """A gate as plain arrays, enough to apply it early: `weight f32[E,H]`, `logit_bias f32[E]` (added to the
+    logits), `bias f32[E]` (added to the scores for the choice), and the norm in front of the block:
+    `norm_weight f32[H]`, `norm_bias f32[H]`, `norm_epsilon`, `norm_centred` (layer norm, not RMS)."""
+
+    weight: np.ndarray
+    bias: np.ndarray | None
+    logit_bias: np.ndarray | None
+    norm_weight: np.ndarray | None
+    norm_bias: np.ndarray | None
+    norm_epsilon: float
+    norm_centred: bool
+
+    def normalise(self, residual: np.ndarray) -> np.ndarray:
+        """The block's own input norm, applied to a residual stream `[..., H]`."""
+        if self.norm_weight is None:
+            return residual
+        x = residual.astype(np.float64)
+        if self.norm_centred:
+            x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.norm_epsilon) * self.norm_weight
+        return x if self.norm_bias is None else x + self.norm_bias
+
+    def logits(self, block_input: np.ndarray) -> np.ndarray:
+        """`f64[..., E]` for block input `[..., H]`."""
+        out = block_input.astype(np.float64) @ self.weight.T.astype(np.float64)
+        return out if self.logit_bias is None else out + self.logit_bias
+
+
+@dataclass
+class LoadedModel:
+    """A model that runs, and what moelab needs to know about it. Made by `load`."""
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    path: Path
+    precision: str
+    config: dict[str, Any]
+    blocks: list[Block]
+    geometry: MoEGeometry
+
+    @property
+    def family(self) -> RoutingFamily:
+        return self.blocks[0].family
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """`model` (configuration and every weight file), `tokenizer` (files and behaviour), `template`."""
+        files = sorted(self.path.glob("model*.safetensors"))
+        model = {"config": read_json(self.path / "config.json"), "files": {f.name: digest_file(f) for f in files}}
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
+        tokenizer = {
+            "files": {n: digest_file(self.path / n) for n in names if (self.path / n).is_file()},
+            "probe": [int(i) for i in self.tokenizer.encode(PROBE)],
+            "end": sorted(int(i) for i in self.tokenizer.eos_token_ids),
+        }
+        template = getattr(self.tokenizer, "chat_template", None) or ""
+        template = template if isinstance(template, str) else digest_json(template)
+        return {
+            "model": digest_json(model),
+            "tokenizer": digest_json(tokenizer),
+            "template": digest_bytes(template.encode()),
+        }
+
+    def make_cache(self) -> list[Any]:
+        """A fresh, empty cache for one sequence (or one batch of equally long ones)."""
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model)
+
+    def tap(self, features: Iterable[str] = ()) -> AbstractContextManager[Tap]:
+        """Record routing while the model runs; see `taps`."""
+        return tap(self.blocks, features)
+
+    @cached_property
+    def _gates(self) -> list[GateWeights]:
+        return [_gate_weights(block) for block in self.blocks]
+
+    def gate_weights(self) -> list[GateWeights]:
+        """One `GateWeights` a MoE layer, float32."""
+        return self._gates
+
+    def early_gate_scores(self, rep: np.ndarray, layer: int, norm: bool) -> np.ndarray:
+        """Selection scores `f32[..., E]` that MoE layer `layer` (0..L-1) would give to another layer's state.
+
+        `rep [..., H]`: with `norm=False` a block input (`moe_input`), with `norm=True` a residual stream
+        (`pre_attention`), to which the layer's own post-attention norm is applied first. Experts of
+        groups that the family would drop come after all others but keep their order, so that more
+        than K candidates can be taken.
+        """
+        gate = self._gates[layer]
+        if rep.shape[-1] != self.geometry.hidden:
+            raise GeometryError(
+                "width of the representation", field="rep", got=rep.shape, expected=self.geometry.hidden
+            )
+        logits = gate.logits(gate.normalise(rep) if norm else rep)
+        masked, free, group_margin = self.family.selection(logits, gate.bias)
+        if group_margin is not None:
+            low, high = free.min(-1, keepdims=True), free.max(-1, keepdims=True)
+            free = np.where(masked == free, free, free - (high - low) - 1.0)
+        return free.astype(np.float32)
+
+
+def _numpy(array: mx.array | None) -> np.ndarray | None:
+    return None if array is None else np.array(array.astype(mx.float32))
+
+
+def _gate_weights(block: Block) -> GateWeights:
+    norm = block.norm
+    return GateWeights(
+        weight=_numpy(block.weight()),
+        bias=_numpy(block.bias()),
+        logit_bias=_numpy(block.logit_bias()),
+        norm_weight=None if norm is None else _numpy(norm["weight"]),
+        norm_bias=None if norm is None else _numpy(norm.get("bias")),
+        norm_epsilon=0.0 if norm is None else float(norm.eps),
+        norm_centred=isinstance(norm, nn.LayerNorm),
+    )
+
+
+def find(model: str | Path) -> Path:
+    """Folder of a model: an embedded name, a path, or a repository id (downloaded by mlx-lm).
+
+    Raises:
+        MissingArtifactError: no such folder, and not a repository id either.
+    """
+    for folder in (root() / "artifacts" / "models" / str(model), Path(model)):
+        if (folder / "config.json").is_file():
+            return folder
+    if str(model).count("/") != 1 or Path(model).exists():
+        raise MissingArtifactError(
+            "no model here",
+            file=model,
+            expected="a name under artifacts/models, a checkpoint folder, or a repository id",
+        )
+    from mlx_lm.utils import _download
+
+    return Path(_download(str(model)))
+
+
+def load(model: str | Path, *, precision: str = "float32") -> LoadedModel:
+    """Load a mixture-of-experts checkpoint.
+
+    `precision`: weights (and so activations) are cast to `float32` (default: half-precision experts do
+    not run on the CPU), `float16` or `bfloat16`; `stored` leaves them as they are. Quantised experts
+    stay quantised.
+
+    Raises:
+        MissingArtifactError: nothing to load there.
+        UnsupportedModelError: mlx-lm cannot read this layout (unmatched keys listed), the family has no
+            MoE layer, or it is one of `REFUSED`.
+    """
+    if precision not in PRECISIONS:
+        raise ParameterError("unknown precision", field="precision", got=precision, expected=PRECISIONS)
+    from mlx_lm.utils import load_model, load_tokenizer
+
+    path = find(model)
+    try:
+        network, config = load_model(path, lazy=True)
+    except (ValueError, KeyError, FileNotFoundError) as error:
+        raise UnsupportedModelError("mlx-lm cannot read this checkpoint", file=path, got=str(error)) from error
+    blocks = find_blocks(network)
+    geometry = measure(blocks)
+    cast(network, precision)
+    mx.eval(network.parameters())
+    tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    return LoadedModel(network, tokenizer, path.resolve().name, path, precision, config, blocks, geometry)
+
+
+def cast(network: nn.Module, precision: str) -> None:
+    """Cast floating weights in place; selection biases that the model keeps in float32 stay there."""
+    if precision == "stored":
+        return
+    dtype = getattr(mx, precision)
+    keep = getattr(network, "cast_predicate", lambda _: True)
+    weights = tree_flatten(network.parameters())
+    changed = [(k, v.astype(dtype)) for k, v in weights if mx.issubdtype(v.dtype, mx.floating) and keep(k)]
+    network.update(tree_unflatten(changed))
+
+
+def measure(blocks: list[Block]) -> MoEGeometry:
+    """Geometry of a model's MoE blocks, before any cast (expert bytes are the stored ones)."""
+    sizes = tuple(sum(v.nbytes for _, v in tree_flatten(b.switch.parameters())) // b.experts for b in blocks)
+    experts, hidden = {b.experts for b in blocks}, {b.weight().shape[1] for b in blocks}
+    if len(experts) > 1 or len(hidden) > 1:
+        raise GeometryError("layers differ in shape", field="experts, hidden", got=[sorted(experts), sorted(hidden)])
+    return MoEGeometry(
+        len(blocks),
+        experts.pop(),
+        blocks[0].family.top_k,
+        hidden.pop(),
+        tuple(b.layer_id for b in blocks),
+        max(sizes),
+        sizes,
+    )
