@@ -1,0 +1,157 @@
+"""Executed notebooks to pages that open without a network.
+
+nbconvert's `lab` template links scripts for widgets, diagrams and formulas. Ours blanks those blocks, folds
+code into `<details>`, keeps the alt text of figures, and turns formulas into MathML, which browsers draw
+themselves. A page therefore makes no request at all, and its formulas stay readable.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..flywheel.gates import GATES, REFUSED
+from . import notebooks
+from .record import RunRecord
+from .report import SIGNS
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(executed: Path, page: Path, *, failure: str = "") -> None:
+    """Render an executed notebook to `page`; `failure` is shown above it when it did not finish."""
+    notebook = notebooks.load(executed)
+    notebook.metadata["title"] = title(notebook, executed)
+    html, _ = _exporter().from_notebook_node(
+        notebook,
+        resources={
+            "moelab_css": (TEMPLATES / "moelab.css").read_text(),
+            "moelab_failure": failure,
+            "metadata": {"name": executed.stem, "path": str(executed.parent)},
+        },
+    )
+    page.write_text(html, encoding="utf-8")
+
+
+def title(notebook, path: Path) -> str:
+    """The first markdown heading, else the file's name."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and cell.source.startswith("# "):
+            return cell.source.splitlines()[0].removeprefix("# ").strip()
+    return path.stem
+
+
+def latex_to_mathml(latex: str, *, display: str = "inline") -> str:
+    """A formula as MathML; the source travels along as `alttext` for screen readers and copying."""
+    from html import escape
+
+    from latex2mathml.converter import convert
+
+    source = latex.strip().strip("$").strip()
+    return convert(source, display=display).replace("<math ", f'<math alttext="{escape(source, quote=True)}" ', 1)
+
+
+@cache
+def _exporter_class():
+    """nbconvert is a slow import, so the class is made when the first page is."""
+    from jinja2 import pass_context
+    from nbconvert import HTMLExporter
+    from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+
+    class Renderer(IPythonRenderer):
+        def inline_math(self, body: str) -> str:
+            return latex_to_mathml(body)
+
+        def block_math(self, body: str) -> str:
+            return f"<p>{latex_to_mathml(body, display='block')}</p>"
+
+        def latex_environment(self, name: str, body: str) -> str:
+            return self.block_math(f"\\begin{{{name}}}{body}\\end{{{name}}}")
+
+    class Exporter(HTMLExporter):
+        @pass_context
+        def markdown2html(self, context, source):
+            renderer = Renderer(escape=False, anchor_link_text=self.anchor_link_text, exclude_anchor_links=True)
+            return MarkdownWithMath(renderer=renderer).render(source)
+
+    return Exporter
+
+
+def _exporter():
+    return _exporter_class()(
+        template_name="moelab",
+        extra_template_basedirs=[str(TEMPLATES)],
+        filters={"latex2mathml": lambda text: latex_to_mathml(text, display="block")},
+    )
+
+
+# ---------------------------------------------------------------- index
+
+
+def index(folder: Path, record: RunRecord) -> None:
+    """Write `index.html`: the gate table, the notebooks with links, and the first figure of each gate notebook."""
+    from jinja2 import Environment, FileSystemLoader
+
+    rows, plots = [], []
+    for entry in record.notebooks:
+        executed, page = folder / f"{entry.name[:2]}.ipynb", f"{entry.name[:2]}.html"
+        there = (folder / page).is_file()
+        name = entry.name.replace("_", " ", 1)
+        if executed.is_file():
+            notebook = notebooks.load(executed)
+            name = f"{entry.name[:2]} {title(notebook, executed)}"
+            plots += [{**plot, "title": name, "href": page} for plot in _figures(notebook)[:1]]
+        rows.append(
+            {
+                "href": page if there else None,
+                "title": name,
+                "status": entry.status,
+                "seconds": f"{entry.seconds:.0f}",
+                "note": " ".join(part for part in (entry.cell, entry.error) if part),
+            }
+        )
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True)
+    html = environment.get_template("index.html.j2").render(
+        record=record,
+        css=(TEMPLATES / "moelab.css").read_text(),
+        models=sorted({verdict.model for verdict in record.verdicts}),
+        gates=_gate_rows(record),
+        notebooks=rows,
+        plots=plots,
+    )
+    (folder / "index.html").write_text(html, encoding="utf-8")
+
+
+def _gate_rows(record: RunRecord) -> list[dict[str, Any]]:
+    by_key = {(verdict.gate, verdict.model): verdict for verdict in record.verdicts}
+    models = sorted({model for _, model in by_key})
+    rows = []
+    for gate in sorted({gate for gate, _ in by_key}):
+        here = [by_key.get((gate, model)) for model in models]
+        rows.append(
+            {
+                "gate": gate,
+                "name": GATES[gate],
+                "question": next(verdict.question for verdict in here if verdict),
+                "cells": [
+                    {"status": v.status, "sign": SIGNS[v.status], "reason": v.reason}
+                    if v
+                    else {"status": REFUSED, "sign": SIGNS[REFUSED], "reason": "no verdict"}
+                    for v in here
+                ],
+            }
+        )
+    return rows
+
+
+def _figures(notebook) -> list[dict[str, str]]:
+    return [
+        {
+            "png": output.data["image/png"].strip(),
+            "alt": output.metadata.get("image/png", {}).get("alt", "Figure without a description"),
+        }
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
