@@ -35,17 +35,9 @@ class Timing:
     spread: float
 
 
-class GatedMlp(nn.Module):
-    """The usual gated MLP, `down(silu(gate x) * up x)`, without biases."""
-
-    def __init__(self, hidden: int, intermediate: int):
-        super().__init__()
-        self.gate, self.up = nn.Linear(hidden, intermediate, bias=False), nn.Linear(hidden, intermediate, bias=False)
-        self.down = nn.Linear(intermediate, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[..., H]` to `[..., H]`."""
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+def make_mlp(hidden: int, intermediate: int) -> nn.Sequential:
+    """A plain MLP, `[..., H]` to `[..., H]`."""
+    return nn.Sequential(nn.Linear(hidden, intermediate), nn.SiLU(), nn.Linear(intermediate, hidden))
 
 
 def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
@@ -66,7 +58,7 @@ def time_dispatch(
     experts: int,
     tokens: int,
     hidden: int = 512,
-    intermediate: int = 512,
+    intermediate: int = 1024,
     rounds: int = 5,
     arms: tuple[str, ...] = ("grouped", "loop", "dense", "batched", "route"),
     seed: int = 0,
@@ -83,7 +75,7 @@ def time_dispatch(
     scores = torch.rand(1, tokens, experts, generator=generator) - 0.25
     availability = torch.arange(experts) % 8 != 7
     ids = tuple(f"specialist:{n}" for n in range(experts))
-    anchor, bank = GatedMlp(hidden, intermediate), [GatedMlp(hidden, intermediate) for _ in ids]
+    anchor, bank = make_mlp(hidden, intermediate), [make_mlp(hidden, intermediate) for _ in ids]
 
     def dispatch(part: slice) -> Tensor:
         return dispatcher.dispatch(
@@ -105,13 +97,16 @@ def time_dispatch(
     rows = int(route().sum())
     used = max(1, min(rows, int(availability.sum())))
     gathered = torch.randn(used, max(1, rows // used), hidden, generator=generator)
-    gate, up, down = (
-        torch.stack([getattr(mlp, name).weight.T for mlp in bank[:used]]).contiguous()
-        for name in ("gate", "up", "down")
+    (up, up_bias), (down, down_bias) = (
+        (
+            torch.stack([mlp[layer].weight.T for mlp in bank[:used]]).contiguous(),
+            torch.stack([mlp[layer].bias for mlp in bank[:used]]).unsqueeze(1),
+        )
+        for layer in (0, 2)
     )
 
     def batched() -> Tensor:
-        return torch.bmm(nn.functional.silu(torch.bmm(gathered, gate)) * torch.bmm(gathered, up), down)
+        return torch.baddbmm(down_bias, nn.functional.silu(torch.baddbmm(up_bias, gathered, up)), down)
 
     every = {
         "grouped": partial(dispatch, slice(None)),
