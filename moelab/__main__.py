@@ -1,0 +1,165 @@
+"""`moelab run | gates | report | doctor | forget`: the verbs.
+
+Exit codes. 0: done, or every gate asked for passes. 1: a notebook failed, a gate fails, the self-test is
+wrong. 2: a gate is refused, that is, its evidence is missing. 3: the request itself was refused (unknown
+parameter, no such file, a broken record); the message names file, field, got and expected.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from .errors import MissingArtifactError, MoelabError
+
+DONE, FAILED, REFUSED, NOT_ACCEPTED = 0, 1, 2, 3
+
+
+class Parser(argparse.ArgumentParser):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs, allow_abbrev=False)  # a misspelt option is refused, not guessed
+
+    def error(self, message):
+        """argparse exits 2 by itself, which would read as a refused gate."""
+        self.print_usage(sys.stderr)
+        self.exit(NOT_ACCEPTED, f"{self.prog}: {message}\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    top = Parser(prog="moelab", description="Is expert routing predictable enough that reading experts early pays?")
+    verbs = top.add_subparsers(dest="verb", required=True)
+
+    run = verbs.add_parser("run", help="run the notebooks and write a report")
+    run.add_argument("--profile", default="tiny", help="tiny or reference (default: tiny)")
+    run.add_argument(
+        "--model", action="append", dest="models", metavar="MODEL",
+        help="name under artifacts/models, path, or repo id; repeat for several",
+    )  # fmt: skip
+    run.add_argument("--threads", metavar="FILE", help="threads file or folder to use instead of the committed ones")
+    run.add_argument("--only", type=_items, metavar="NN,NN", help="only these notebooks")
+    run.add_argument("--seed", type=int, help="seed of everything random")
+    run.add_argument("--workers", type=int, help="notebooks at a time (default: 2, or 1 on one core)")
+    run.add_argument("--name", help="name of the report folder (default: the profile)")
+    run.set_defaults(act=_run)
+
+    gates = verbs.add_parser("gates", help="the verdicts of a run; exits 1 on fail, 2 on refused")
+    gates.add_argument("--require", type=_items, default=[], metavar="N,N", help="gates that must have passed")
+    gates.add_argument("--run", metavar="DIR", help="report folder (default: the latest)")
+    gates.add_argument("--schema", action="store_true", help="print the JSON Schema of verdicts.json")
+    gates.set_defaults(act=_gates)
+
+    report = verbs.add_parser("report", help="render a run's pages again from its executed notebooks")
+    report.add_argument("--run", metavar="DIR", help="report folder (default: the latest)")
+    report.set_defaults(act=_report)
+
+    doctor = verbs.add_parser("doctor", help="this machine: speeds, self-test, disk; or Gate 0 on a trace of yours")
+    doctor.add_argument("--routes", metavar="FILE", help="a recorded trace: is there anything to win on it?")
+    doctor.add_argument("--model", default="softmax", help="model to measure with (default: softmax)")
+    doctor.add_argument("--expert-bytes", type=int, metavar="N", help="bytes of one expert, where the trace has none")
+    doctor.add_argument("--compute-ms", type=float, metavar="MS", help="compute time of a decoded token without reads")
+    doctor.set_defaults(act=_doctor)
+
+    forget = verbs.add_parser("forget", help="destroy a thread's key and every row derived from it")
+    forget.add_argument("thread", nargs="+", help="thread id, as in the threads file")
+    forget.set_defaults(act=_forget)
+    return top
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return options.act(options)
+    except MoelabError as error:
+        print(f"moelab {options.verb}: {type(error).__name__}: {error}", file=sys.stderr)
+        return NOT_ACCEPTED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _items(text: str) -> list[str]:
+    items = [item.strip() for item in text.split(",")]
+    if not all(items):
+        raise argparse.ArgumentTypeError(f"empty item in {text!r}")
+    return items
+
+
+def _run(options) -> int:
+    from .lab.run import run
+
+    record = run(
+        options.profile, options.models, options.threads, options.only,
+        seed=options.seed, workers=options.workers, name=options.name,
+    )  # fmt: skip
+    return FAILED if record.failures() else DONE
+
+
+def _folder(named: str | None) -> Path:
+    from . import artifacts
+    from .lab import record
+
+    return Path(named) if named else record.latest(artifacts.root() / "reports")
+
+
+def _gates(options) -> int:
+    import json
+
+    from .flywheel.gates import FAIL, GATES, PASS
+    from .lab import record
+
+    if options.schema:
+        print(json.dumps(record.json_schema(), indent=1))
+        return DONE
+    try:
+        required = [int(item) for item in options.require]
+    except ValueError:
+        parser().error(f"--require takes gate numbers, not {','.join(options.require)}")
+    if unknown := set(required) - set(GATES):
+        parser().error(f"no gate {min(unknown)}; there are {min(GATES)} to {max(GATES)}")
+    try:
+        found = record.read(_folder(options.run))
+    except MissingArtifactError as error:  # no run at all is missing evidence
+        print(f"moelab gates: {error}", file=sys.stderr)
+        return REFUSED
+    status, rows = record.decide(found.verdicts, required)
+    reasons = {(verdict.gate, verdict.model): verdict.reason for verdict in found.verdicts}
+    for gate, model, word in rows:
+        why = reasons.get((gate, model), "no verdict in this run")
+        print(f"gate {gate} {GATES[gate]:<22} {model:<12} {word:<8} {why}".rstrip())
+    print(f"{found.run}, {found.finished}: {status}")
+    return {PASS: DONE, FAIL: FAILED}.get(status, REFUSED)
+
+
+def _report(options) -> int:
+    from .lab import record, render
+
+    folder = _folder(options.run)
+    found = record.read(folder)
+    for entry in found.notebooks:
+        executed = folder / f"{entry.name[:2]}.ipynb"
+        if executed.is_file():
+            failure = f"{entry.cell}: {entry.error}" if entry.error else ""
+            render.render(executed, executed.with_suffix(".html"), failure=failure)
+    render.index(folder, found)
+    print(folder / "index.html")
+    return DONE
+
+
+def _doctor(options) -> int:
+    from .lab import doctor
+
+    if options.routes:
+        return doctor.gate0(options.routes, expert_bytes=options.expert_bytes, compute_ms=options.compute_ms)
+    return doctor.machine(options.model)
+
+
+def _forget(options) -> int:
+    from .flywheel.vault import forget
+
+    for thread in options.thread:
+        print(forget(thread))
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Refresh what is committed of a notebook: `python -m moelab.lab.refresh notebooks/NN_name.ipynb ...`
+
+A committed notebook keeps the outputs of its checked cells only (tag `nbval-check-output`: verdicts and
+small deterministic tables of the tiny profile). Figures, times and everything else belong to reports. nbval
+compares a cell only if it has an execution count, so checked cells keep theirs and no other cell has one.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from ..errors import ContractError
+from . import notebooks
+from .execute import execute
+from .report import METADATA_KEY, VERDICT_MIME, card, from_json
+
+KERNELSPEC = {"display_name": "Python 3", "language": "python", "name": "python3"}
+
+
+def refresh(path: Path) -> None:
+    """Execute a notebook with its defaults and write its checked outputs back into it.
+
+    Raises:
+        ContractError: a cell failed; the notebook is left as it was.
+    """
+    import nbformat
+
+    with tempfile.TemporaryDirectory() as folder:
+        executed = Path(folder) / path.name
+        outcome = execute(path, executed, {})
+        if not outcome.done:
+            raise ContractError("notebook failed", file=path, field=outcome.cell, got=outcome.error)
+        fresh = notebooks.load(executed)
+    notebook = notebooks.load(path)
+    for cell, ran in zip(notebook.cells, fresh.cells, strict=True):
+        if cell.cell_type == "code":
+            checked = notebooks.CHECKED_TAG in notebooks.tags(cell)
+            cell.outputs = [_bare(output) for output in ran.outputs] if checked else []
+            cell.execution_count = ran.execution_count if checked else None
+    strip(notebook)
+    nbformat.write(notebook, path)
+
+
+def strip(notebook) -> None:
+    """Leave the metadata that a reader and a kernel need: no versions, no clocks, no empty tag lists."""
+    notebook.metadata = {"kernelspec": KERNELSPEC, "language_info": {"name": "python"}}
+    for cell in notebook.cells:
+        cell.metadata = {"tags": notebooks.tags(cell)} if notebooks.tags(cell) else {}
+
+
+def _bare(output):
+    """A checked output without what changes from run to run."""
+    if VERDICT_MIME in output.get("data", {}):
+        verdict = from_json(output.metadata[METADATA_KEY])
+        output.data["text/html"] = card(msgspec.structs.replace(verdict, measured={}))
+    if "metadata" in output:
+        output.metadata = {}
+    if output.get("execution_count"):
+        output.execution_count = None
+    return output
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print(name, flush=True)
+        refresh(Path(name))
