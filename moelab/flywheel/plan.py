@@ -1,58 +1,63 @@
-"""What a capture feeds to the model: one plan per thread, before any model runs.
+"""What a capture feeds to the model, decided before any model runs.
 
-A plan is a list of segments over known text (prefilled or decoded) and of segments still to be sampled.
-`forced` decodes the thread's own assistant turns, one cached step at a time; `sampled` lets the model
-write them; `edge` sequences put a decode where implementations go wrong: after prompts of one token, two,
-a chunk, a chunk plus or minus one, and across an end-of-text token in mid-turn.
+A plan is a token sequence and, for every token, how it is fed: prefilled with its neighbours or decoded
+alone. *Forced* plans decode a thread's own assistant turns; *edge* plans put a decode where
+implementations go wrong: after prompts of one token, two, a chunk, a chunk plus or minus one, and across
+an end-of-text token in mid-turn. (Turns that the model writes itself cannot be planned; `capture` samples
+them turn by turn.)
 
-A plan never re-encodes text: ids come from the renderer once and are carried.
+Ids come from the renderer once and are carried: nothing here encodes text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..artifacts import digest_json
 from ..errors import ContractError
-
-PREFILL, DECODE, SAMPLE = "prefill", "decode", "sample"
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`tokens` i32[n] to feed as `how`; for `sample`, no tokens and at most `limit` new ones."""
-
-    how: str
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
-    limit: int = 0
-    turn: int = 0
-    role: int = 0
-    starts_message: bool = False
+from ..routes import DECODED, PREFILLED
+from ..threads import Rendered
+from .observe import Turn
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """One sequence to capture. `beyond` counts the thread's tokens that do not fit the context."""
+    """One sequence.
+
+    Attributes:
+        sequence: name within thread and generation. `thread`: `Thread.uid`. `owner`: normalised.
+        tokens: `i32[T]`. phase: `u8[T]`, `PREFILLED` or `DECODED`.
+        message_start: `i32[M]`; role: `u8[M]`; turns: answers inside the sequence.
+        beyond: tokens of the thread that did not fit the context.
+        began: why the sequence does not continue an earlier one, or None.
+    """
 
     sequence: str
     thread: str
     owner: str
-    mode: str
-    segments: tuple[Segment, ...]
+    tokens: np.ndarray
+    phase: np.ndarray
+    message_start: np.ndarray
+    role: np.ndarray
+    turns: tuple[Turn, ...] = ()
     beyond: int = 0
-
-    @property
-    def known(self) -> int:
-        """Tokens whose ids the plan already knows."""
-        return sum(len(s.tokens) for s in self.segments)
+    began: str | None = None
 
     @property
     def decoded(self) -> int:
-        """Tokens to decode, counting samples at their limit."""
-        return sum(len(s.tokens) if s.how == DECODE else s.limit for s in self.segments if s.how != PREFILL)
+        return int((self.phase == DECODED).sum())
+
+    def pieces(self, chunk: int) -> Iterator[tuple[int, np.ndarray]]:
+        """`(phase, tokens)` in feeding order: prompts in chunks of at most `chunk`, decoded tokens one by one."""
+        edges = np.flatnonzero(np.diff(self.phase)) + 1
+        for run in np.split(np.arange(len(self.tokens)), edges):
+            phase = int(self.phase[run[0]])
+            size = chunk if phase == PREFILLED else 1
+            for start in range(run[0], run[-1] + 1, size):
+                yield phase, self.tokens[start : min(start + size, run[-1] + 1)]
 
 
 def turn_seed(seed: int, thread: str, turn: int) -> int:
@@ -60,71 +65,60 @@ def turn_seed(seed: int, thread: str, turn: int) -> int:
     return int(digest_json([seed, thread, turn])[:8], 16)
 
 
-def follow(
-    sequence: str,
-    *,
-    thread: str,
-    owner: str,
-    messages: Sequence[tuple[int, np.ndarray, int]],
-    mode: str,
-    context: int,
-    max_new: int = 0,
-    decode: bool = True,
-) -> Plan:
-    """Plan a thread up to `context` tokens.
-
-    Args:
-        messages: `(role, token ids i32[n], header)` of each message in order; `header` counts the leading
-            tokens that introduce the turn and are always prompt. Assistant bodies are decoded
-            (`forced`, when `decode`), sampled (`sampled`), or prefilled like everything else.
-    """
-    from ..threads import ASSISTANT
-
-    if mode not in ("forced", "sampled"):
-        raise ContractError("unknown capture mode", field="mode", got=mode, expected="forced or sampled")
-    segments: list[Segment] = []
-    room = context
-    total = sum(len(ids) for _, ids, _ in messages)
-    for turn, (role, ids, header) in enumerate(messages):
-        head, body = ids[:header], ids[header:]
-        parts = [(PREFILL, head)]
-        if role != ASSISTANT or (mode == "forced" and not decode):
-            parts = [(PREFILL, ids)]
-        elif mode == "forced":
-            parts.append((DECODE, body))
-        first = True
-        for how, tokens in parts:
-            if room and len(tokens):
-                tokens = np.asarray(tokens[:room], np.int32)
-                segments.append(Segment(how, tokens, turn=turn, role=role, starts_message=first))
-                room -= len(tokens)
-                first = False
-        if mode == "sampled" and role == ASSISTANT and room:
-            limit = min(max_new, room)
-            segments.append(Segment(SAMPLE, limit=limit, turn=turn, role=role))
-            room -= limit
-    plan = Plan(sequence=sequence, thread=thread, owner=owner, mode=mode, segments=tuple(segments))
-    return replace(plan, beyond=max(0, total - plan.known)) if mode == "forced" else plan
-
-
-def edges(text: np.ndarray, *, thread: str, owner: str, chunk: int, steps: int, end_of_text: int) -> list[Plan]:
-    """Sequences over `text` i32 [n ≥ chunk + 1 + steps]: prompts of 1, 2, chunk - 1, chunk, chunk + 1, then `steps`
-    decoded tokens; and one with an end-of-text token in the middle of its decoded part."""
-    if len(text) < chunk + 1 + steps:
-        raise ContractError("text too short for the edge sequences", got=len(text), expected=f">= {chunk + 1 + steps}")
-    plans = []
-    for prompt in sorted({1, 2, max(1, chunk - 1), chunk, chunk + 1}):
-        body = text[prompt : prompt + steps]
-        plans.append(_edge(f"prompt-{prompt}", text[:prompt], body, thread, owner))
-    body = text[chunk : chunk + steps].copy()
-    body[steps // 2] = end_of_text
-    plans.append(_edge("end-of-text", text[:chunk], body, thread, owner))
-    return plans
-
-
-def _edge(name: str, prompt: np.ndarray, body: np.ndarray, thread: str, owner: str) -> Plan:
-    segments = (
-        Segment(PREFILL, np.asarray(prompt, np.int32), starts_message=True),
-        Segment(DECODE, np.asarray(body, np.int32)),
+def forced(rendered: Rendered, *, thread: str, owner: str, context: int, decode: bool) -> Plan:
+    """A rendered thread, cut at `context` tokens. With `decode`, its answers are decoded, else prefilled."""
+    length = min(context, len(rendered.token_ids))
+    phase = np.where(rendered.decoded[:length] & decode, DECODED, PREFILLED).astype(np.uint8)
+    kept = rendered.message_start < length
+    turns = tuple(
+        Turn(index=int(turn), start=int(start), end=min(int(end), length))
+        for turn, (start, end) in zip(rendered.turn, rendered.answer, strict=True)
+        if decode and start < length
     )
-    return Plan(sequence=f"{thread}#{name}", thread=thread, owner=owner, mode="edge", segments=segments)
+    return Plan(
+        sequence=f"forced-{rendered.sequence}",
+        thread=thread,
+        owner=owner,
+        tokens=rendered.token_ids[:length],
+        phase=phase,
+        message_start=rendered.message_start[kept],
+        role=rendered.role[kept],
+        turns=turns,
+        beyond=len(rendered.token_ids) - length,
+        began=rendered.began,
+    )
+
+
+def edges(plan: Plan, *, chunk: int, steps: int, end_of_text: int) -> list[Plan]:
+    """Edge sequences over the text of a plan.
+
+    Raises:
+        ContractError: the plan is shorter than `chunk + 1 + steps`.
+    """
+    if len(plan.tokens) < chunk + 1 + steps:
+        raise ContractError(
+            "text too short for the edge sequences",
+            field="tokens",
+            got=len(plan.tokens),
+            expected=f">= {chunk + 1 + steps}",
+        )
+    made = [
+        _edge(plan, f"prompt-{prompt}", prompt, plan.tokens[: prompt + steps])
+        for prompt in sorted({1, 2, max(1, chunk - 1), chunk, chunk + 1})
+    ]
+    ended = plan.tokens[: chunk + steps].copy()
+    ended[chunk + steps // 2] = end_of_text
+    return [*made, _edge(plan, "end-of-text", chunk, ended)]
+
+
+def _edge(plan: Plan, name: str, prompt: int, tokens: np.ndarray) -> Plan:
+    kept = plan.message_start < len(tokens)
+    return Plan(
+        sequence=f"edge-{name}",
+        thread=plan.thread,
+        owner=plan.owner,
+        tokens=tokens,
+        phase=np.where(np.arange(len(tokens)) < prompt, PREFILLED, DECODED).astype(np.uint8),
+        message_start=plan.message_start[kept],
+        role=plan.role[kept],
+    )
