@@ -72,7 +72,7 @@ class SparseDispatcher:
         hidden_states: `[B, T, H]` the input of the layer's MLP.
         expert_scores: `[B, T, N]` finite calibrated scores.
         expert_ids: `[N]` distinct names in append order.
-        anchor_mlp: the dense path.
+        anchor_mlp: the dense path; it gets rows, or the whole `[B, T, H]` when it answers every token.
         experts: `[N]` complete specialists, in the order of `expert_ids`.
         expert_availability: bool `[N]` or `[B, T, N]`; None when all are available.
         package_scores: `[B, T, P]`, for a hierarchical selection with given evidence.

@@ -1,0 +1,211 @@
+"""Which candidates each selection policy keeps, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+
+from moelab.errors import PolicyError
+from moelab.policies import (
+    AdaptiveTop1Top2Selection,
+    AnchoredTop1Selection,
+    AnchorVetoTop2Selection,
+    CompatibilityIndex,
+    CompatibilityTop2Selection,
+    DynamicKSelection,
+    HierarchicalSelection,
+    OverflowToAnchorCapacity,
+)
+from moelab.policies import compatibility as compatibility_module
+from moelab.policies.decisions import rank
+
+IDS = ("a:0", "a:1", "b:0", "b:1")
+GROUPED = CompatibilityTop2Selection(CompatibilityIndex.from_groups(IDS, ("a", "a", "b", "b")))
+EVERY = (
+    AnchoredTop1Selection(),
+    AnchorVetoTop2Selection(),
+    AdaptiveTop1Top2Selection(0.5),
+    DynamicKSelection(3),
+    HierarchicalSelection((2, 2)),
+    GROUPED,
+)
+
+
+def decide(selection, *tokens, ids=IDS, **extra):
+    decision = selection(torch.tensor([tokens]), expert_ids=ids, **extra)
+    return decision.selected_indices[0].tolist()
+
+
+def refused(call, field, got=None):
+    with pytest.raises(PolicyError) as error:
+        call()
+    assert error.value.field == field
+    assert error.value.expected is not None
+    assert f"field: {field}" in str(error.value) and "expected: " in str(error.value)
+    if got is not None:
+        assert error.value.got == got
+
+
+@pytest.mark.parametrize("selection", EVERY, ids=lambda selection: type(selection).__name__)
+def test_scores_tied_at_zero_go_to_the_anchor(selection):
+    decision = selection(torch.zeros(2, 3, 4), expert_ids=IDS)
+    assert decision.anchor_mask.all() and not decision.slot_mask.any()
+    assert not selection(torch.full((2, 3, 4), -0.0), expert_ids=IDS).slot_mask.any()
+
+
+def test_ties_do_not_follow_the_library(monkeypatch):
+    # Some topk forms return the last of two tied entries; a tied row here must give the first.
+    monkeypatch.setattr(torch, "topk", lambda *_, **__: pytest.fail("topk has no tie order"))
+    monkeypatch.setattr(torch.Tensor, "topk", lambda *_, **__: pytest.fail("topk has no tie order"))
+    bank = torch.zeros(1, 1, 64)
+    bank[..., [5, 9, 20, 33]] = 1.0
+    assert rank(bank, 6)[0, 0].tolist() == [5, 9, 20, 33, 0, 1]
+
+
+def test_rank_of_a_short_bank_is_padded():
+    assert rank(torch.zeros(1, 1, 1), 3).tolist() == [[[0, 0, 0]]]
+    assert rank(torch.tensor([[[0.0, 2.0]]]), 3).tolist() == [[[1, 0, 0]]]
+
+
+def test_one_strong_specialist_is_not_enough_for_a_pair():
+    assert decide(AnchorVetoTop2Selection(), [9.0, 0.0, -1.0, -1.0], [1.0, 0.1, 0.0, 2.0]) == [[0, 0], [4, 1]]
+
+
+def test_adaptive_arity_follows_the_evidence():
+    tokens = [[0.0, -1.0, -1.0, -1.0], [0.2, 0.5, -1.0, 0.0], [0.2, 0.5, 0.6, 0.0], [0.7, 0.5, 0.6, 0.0]]
+    assert decide(AdaptiveTop1Top2Selection(0.5), *tokens) == [[0, 0], [2, 0], [3, 0], [1, 3]]
+
+
+def test_a_lone_specialist_needs_no_second():
+    assert decide(AdaptiveTop1Top2Selection(), [1.0], [-1.0], ids=("a:0",)) == [[1, 0], [0, 0]]
+    assert decide(AnchorVetoTop2Selection(), [1.0], ids=("a:0",)) == [[0, 0]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_score_equal_to_the_threshold_in_its_own_dtype_is_not_above_it(dtype):
+    scores = torch.tensor([[[1.0, 0.3], [1.0, 0.31]]], dtype=dtype)
+    ids = ("a:0", "a:1")
+    assert AdaptiveTop1Top2Selection(0.3)(scores, expert_ids=ids).route_arity.tolist() == [[1, 2]]
+    assert DynamicKSelection(2, 0.3)(scores, expert_ids=ids).route_arity.tolist() == [[1, 2]]
+
+
+def test_dynamic_k_keeps_a_capped_prefix():
+    tokens = [[1.0, 2.0, 3.0, 4.0], [1.0, 0.5, -1.0, 0.0], [0.4, 0.5, -1.0, 0.0]]
+    assert decide(DynamicKSelection(3), *tokens) == [[4, 3, 2], [1, 2, 0], [2, 1, 0]]
+    assert decide(DynamicKSelection(3, 0.5), *tokens) == [[4, 3, 2], [1, 0, 0], [0, 0, 0]]
+
+
+def test_compatibility_never_crosses_groups():
+    # The two best, a:0 and b:0, must not run together; the best pair inside a group is in b.
+    assert decide(GROUPED, [5.0, 0.1, 4.0, 2.0]) == [[3, 4]]
+    assert decide(GROUPED, [5.0, 0.0, 4.0, -2.0]) == [[0, 0]]
+    assert decide(GROUPED, [1.0, 2.0, 2.0, 1.0]) == [[2, 1]], "equal sums keep the pair's append order"
+
+
+def test_compatibility_in_parts_equals_compatibility_at_once(monkeypatch):
+    scores = torch.randn(2, 33, 4, generator=torch.Generator().manual_seed(0))
+    whole = GROUPED(scores, expert_ids=IDS).selected_indices
+    monkeypatch.setattr(compatibility_module, "_VALUES_AT_ONCE", 7)
+    assert torch.equal(GROUPED(scores, expert_ids=IDS).selected_indices, whole)
+    assert GROUPED(scores[:, :0], expert_ids=IDS).selected_indices.shape == (2, 0, 2)
+
+
+def test_compatibility_without_pairs_is_the_anchor():
+    alone = CompatibilityTop2Selection(CompatibilityIndex(IDS, ()))
+    assert decide(alone, [1.0, 2.0, 3.0, 4.0]) == [[0, 0]]
+
+
+def test_hierarchical_stays_inside_the_winning_package():
+    ids = ("a:0", "b:0", "b:1", "b:2")
+    ragged = HierarchicalSelection((1, 3), AdaptiveTop1Top2Selection())
+    assert decide(ragged, [3.0, 2.0, 2.5, 1.0], [2.0, 2.0, 2.5, 1.0], ids=ids) == [[1, 0], [3, 2]]
+    veto = HierarchicalSelection((1, 3))
+    decision = veto(torch.tensor([[[3.0, 2.0, 2.5, 1.0]]]), expert_ids=ids)
+    assert decision.package_indices.tolist() == [[1]] and decision.anchor_mask.tolist() == [[True]]
+
+
+def test_package_evidence_is_a_named_choice():
+    token = [1.0, -9.0, 0.9, 0.9]
+    local = AdaptiveTop1Top2Selection()
+    assert decide(HierarchicalSelection((2, 2), local, "max"), token) == [[1, 0]]
+    assert decide(HierarchicalSelection((2, 2), local, "logsumexp"), token) == [[3, 4]]
+    given = HierarchicalSelection((2, 2), local, "given")
+    assert decide(given, token, package_scores=torch.tensor([[[0.0, 0.0]]])) == [[0, 0]]
+    assert decide(given, token, package_scores=torch.tensor([[[0.5, 0.5]]])) == [[1, 0]]
+    assert decide(given, token, package_scores=torch.tensor([[[-1.0, 0.1]]])) == [[3, 4]]
+
+
+def test_decisions_cannot_be_changed():
+    decision = AnchoredTop1Selection()(torch.ones(1, 1, 4), expert_ids=IDS)
+    with pytest.raises(AttributeError):
+        decision.selected_indices = None
+    with pytest.raises(AttributeError):
+        AdaptiveTop1Top2Selection().mixture_threshold = 1.0
+
+
+@pytest.mark.parametrize("selection", EVERY, ids=lambda selection: type(selection).__name__)
+def test_bad_scores_are_refused(selection):
+    good = torch.ones(1, 2, 4)
+
+    def call(scores, ids=IDS):
+        return lambda: selection(scores, expert_ids=ids)
+
+    for value in (math.nan, math.inf, -math.inf):
+        bad = good.clone()
+        bad[0, 1, 2] = value
+        refused(call(bad), "scores", f"{value} at [0, 1, 2]")
+    refused(call(good[0]), "scores", [2, 4])
+    refused(call(good[..., :3]), "scores", [1, 2, 3])
+    refused(call(good.long()), "scores", "int64")
+    refused(call(good.tolist()), "scores", "list")
+    refused(call(good, ("a:0", "a:1", "a:0", "b:1")), "expert_ids", "a:0")
+    refused(call(good, "a:00"), "expert_ids", "str")
+    refused(call(good, ("a:0", "a:1", "b:0", "")), "expert_ids", "")
+    refused(call(good, ("a:0", "a:1", "b:0", 3)), "expert_ids", 3)
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, "0.5", True, None])
+def test_bad_thresholds_are_refused(value):
+    refused(lambda: AdaptiveTop1Top2Selection(value), "mixture_threshold")
+    refused(lambda: DynamicKSelection(2, value), "threshold")
+
+
+def test_bad_counts_are_refused():
+    for value in (0, -1, 2.0, True, "2"):
+        refused(lambda value=value: DynamicKSelection(value), "k_max", value)
+        refused(lambda value=value: HierarchicalSelection((2, value)), "package_sizes", value)
+    refused(lambda: DynamicKSelection(5)(torch.ones(1, 1, 4), expert_ids=IDS), "k_max", 5)
+
+
+def test_bad_hierarchies_are_refused():
+    ones = torch.ones(1, 1, 4)
+    refused(lambda: HierarchicalSelection((2, 3))(ones, expert_ids=IDS), "package_sizes", (2, 3))
+    refused(lambda: HierarchicalSelection((2, 2), package_evidence="mean"), "package_evidence", "mean")
+    refused(lambda: HierarchicalSelection((2, 2), AnchoredTop1Selection()), "local", "AnchoredTop1Selection")
+    refused(lambda: HierarchicalSelection((2, 2), HierarchicalSelection((2, 2))), "local", "HierarchicalSelection")
+    refused(lambda: HierarchicalSelection((2, 2), "veto"), "local", "str")
+    refused(lambda: HierarchicalSelection((2, 2), DynamicKSelection(5))(ones, expert_ids=IDS), "k_max", 5)
+    given = HierarchicalSelection((2, 2), package_evidence="given")
+    refused(lambda: given(ones, expert_ids=IDS), "package_scores")
+    refused(lambda: given(ones, expert_ids=IDS, package_scores=ones), "package_scores", [1, 1, 4])
+    nan = torch.full((1, 1, 2), math.nan)
+    refused(lambda: given(ones, expert_ids=IDS, package_scores=nan), "package_scores", "nan at [0, 0, 0]")
+    by_max = HierarchicalSelection((2, 2))
+    refused(lambda: by_max(ones, expert_ids=IDS, package_scores=ones[..., :2]), "package_scores", "Tensor")
+
+
+def test_bad_indices_are_refused():
+    for pairs in ([(1, 0)], [(0, 0)], [(0, 4)], [(-1, 2)], [(0, 1, 2)], [(0, 1.0)]):
+        refused(lambda pairs=pairs: CompatibilityIndex(IDS, pairs), "pairs", tuple(pairs[0]))
+    refused(lambda: CompatibilityIndex(IDS, [(0, 2), (0, 1)]), "pairs", ((0, 2), (0, 1)))
+    refused(lambda: CompatibilityIndex(IDS, [(0, 1), (0, 1)]), "pairs", ((0, 1), (0, 1)))
+    refused(lambda: CompatibilityIndex(("a:0", "a:0"), []), "expert_ids", "a:0")
+    refused(lambda: CompatibilityIndex.from_groups(IDS, "abc"), "groups", 3)
+    refused(lambda: CompatibilityTop2Selection({"a:0": "a"}), "index", "dict")
+    moved = IDS[::-1]
+    refused(lambda: GROUPED(torch.ones(1, 1, 4), expert_ids=moved), "index", IDS)
+
+
+def test_top1_overflow_is_for_top1_only():
+    pair = AnchorVetoTop2Selection()(torch.ones(1, 1, 4), expert_ids=IDS)
+    refused(lambda: OverflowToAnchorCapacity()(pair, expert_availability=None), "decision", "TopKDecision")
