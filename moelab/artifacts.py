@@ -1,36 +1,71 @@
-"""Where things are, what they are called by, and the one way they are written and read.
+"""Content-addressed folders: where things are and what they are called by.
 
-Everything that crosses a notebook boundary is a *content-addressed folder*: its name is the digest of
-what went in (input digests, parameters, versions), its manifest lists what came out. A second build
-with the same inputs finds the folder and does nothing; an altered folder is refused by name.
-
-Digests cover canonical plaintext: sorted JSON and contiguous little-endian tensors, never clocks,
-never ciphertext, never paths.
+Everything that crosses a notebook boundary is a folder whose name is the digest of what went in (input
+digests, parameters, versions) and whose manifest lists what came out. A second build with the same inputs
+finds the folder and does nothing; an altered folder is refused by name.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from .errors import ArtifactError, MissingArtifactError
+from .files import (
+    canonical_json,
+    decode_tensors,
+    digest_bytes,
+    digest_file,
+    digest_json,
+    digest_tensors,
+    encode_tensors,
+    read_json,
+    read_tensors,
+    write_bytes,
+    write_json,
+    write_tensors,
+)
+
+__all__ = [
+    "MANIFEST",
+    "Artifact",
+    "Manifest",
+    "artifacts_dir",
+    "build",
+    "canonical_json",
+    "decode_tensors",
+    "digest_bytes",
+    "digest_file",
+    "digest_json",
+    "digest_tensors",
+    "encode_tensors",
+    "identity",
+    "open_artifact",
+    "read_json",
+    "read_tensors",
+    "root",
+    "write_bytes",
+    "write_json",
+    "write_tensors",
+]
 
 MANIFEST = "manifest.json"
-HEADER_KEY = "moelab"
+MANIFEST_VERSION = 1
+LOCK_TIMEOUT_S = 3600.0
+"""How long a build waits for another process that is building the same artefact."""
 
 
-@cache
 def root() -> Path:
-    """The repository root: `MOELAB_ROOT`, else the nearest folder above with our notebooks.
+    """The repository root: `MOELAB_ROOT`, else the nearest folder above that is a checkout.
 
     Searched from the working directory first, so that an installed package still finds the checkout
     that a notebook was opened in, then from the package itself.
@@ -51,133 +86,6 @@ def artifacts_dir() -> Path:
     return Path(os.environ.get("MOELAB_ARTIFACTS") or root() / "artifacts")
 
 
-# ---------------------------------------------------------------- digests
-
-
-def canonical_json(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces; refuses NaN and infinities, which JSON cannot carry."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
-
-
-def digest_bytes(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def digest_json(value: Any) -> str:
-    return digest_bytes(canonical_json(value))
-
-
-def digest_file(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digest_tensors(tensors: Mapping[str, Any]) -> str:
-    """Digest of named arrays: name, dtype, shape and little-endian bytes of each, in name order."""
-    import numpy as np
-
-    state = hashlib.sha256()
-    for name in sorted(tensors):
-        array = np.ascontiguousarray(tensors[name])
-        state.update(canonical_json([name, array.dtype.str, list(array.shape)]))
-        state.update(array.data if array.size else b"")
-    return state.hexdigest()
-
-
-# ---------------------------------------------------------------- files
-
-
-def write_bytes(path: str | Path, data: bytes) -> None:
-    """Write aside, flush to disk, rename: a reader sees the old file, the new one, or none."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(aside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def write_json(path: str | Path, value: Any) -> None:
-    write_bytes(path, json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False).encode() + b"\n")
-
-
-def read_json(path: str | Path) -> Any:
-    try:
-        return json.loads(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise MissingArtifactError("file not found", file=path) from None
-    except ValueError as error:
-        raise ArtifactError("not valid JSON", file=path, got=str(error), expected="JSON") from None
-
-
-def encode_tensors(tensors: Mapping[str, Any], header: Mapping[str, Any]) -> bytes:
-    """safetensors bytes that depend on the content only.
-
-    The library's numpy writer permutes strided arrays and orders header metadata at random, so arrays
-    are made contiguous and the whole header travels as one canonical JSON string, with the digest of
-    the tensors inside.
-    """
-    import numpy as np
-    from safetensors.numpy import save
-
-    arrays = {name: np.ascontiguousarray(value) for name, value in sorted(tensors.items())}
-    text = canonical_json({**header, "payload_sha256": digest_tensors(arrays)}).decode()
-    return save(arrays, metadata={HEADER_KEY: text})
-
-
-def decode_tensors(data: bytes, *, file: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Inverse of `encode_tensors`: `(arrays, header)`.
-
-    Raises:
-        ArtifactError: truncated, not safetensors, no moelab header, or payload digest mismatch.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load
-
-    try:
-        size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-        arrays = load(data)
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise ArtifactError(
-            "not a complete safetensors file", file=file, got=f"{len(data)} bytes ({error})", expected="safetensors"
-        ) from None
-    if set(metadata) != {HEADER_KEY}:
-        raise ArtifactError(
-            "unknown header", file=file, field="__metadata__", got=sorted(metadata), expected=[HEADER_KEY]
-        )
-    header = json.loads(metadata[HEADER_KEY])
-    expected = header.pop("payload_sha256", None)
-    if (got := digest_tensors(arrays)) != expected:
-        raise ArtifactError("payload altered", file=file, field="payload_sha256", got=got, expected=expected)
-    return arrays, header
-
-
-def write_tensors(path: str | Path, tensors: Mapping[str, Any], header: Mapping[str, Any]) -> None:
-    """The only safetensors writer in moelab: encode, read back, compare, then rename into place."""
-    data = encode_tensors(tensors, header)
-    arrays, back = decode_tensors(data, file=path)
-    if digest_tensors(arrays) != digest_tensors(tensors) or back != json.loads(canonical_json(header)):
-        raise ArtifactError("what was written is not what was given", file=path)
-    write_bytes(path, data)
-
-
-def read_tensors(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The only safetensors reader for moelab's own files. Raises as `decode_tensors`."""
-    try:
-        return decode_tensors(Path(path).read_bytes(), file=path)
-    except FileNotFoundError:
-        raise MissingArtifactError("file not found", file=path) from None
-
-
-# ---------------------------------------------------------------- content-addressed folders
-
-
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an artefact folder holds. `inputs` and `params` make its name; `files` proves its content."""
 
@@ -191,6 +99,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, Any]
     counts: dict[str, Any]
     files: dict[str, str]
+    seal: str = ""
+    """Digest of every field above, so that an edited count is noticed too."""
+
+    def sealed(self) -> Manifest:
+        fields = {name: value for name, value in msgspec.structs.asdict(self).items() if name != "seal"}
+        return msgspec.structs.replace(self, seal=digest_json(fields))
 
 
 @dataclass(frozen=True)
@@ -216,12 +130,10 @@ class Artifact:
         return self.path / name
 
 
-MANIFEST_VERSION = 1
-
-
 def identity(kind: str, inputs: Mapping[str, Any], params: Mapping[str, Any]) -> str:
     """Digest under which an artefact of these inputs and parameters is found."""
-    return digest_json({"schema_version": MANIFEST_VERSION, "kind": kind, "inputs": inputs, "params": params})
+    fields = {"schema_version": MANIFEST_VERSION, "kind": kind, "inputs": dict(inputs), "params": dict(params)}
+    return digest_json(fields)
 
 
 def build(
@@ -235,73 +147,118 @@ def build(
 
     `make(folder)` fills a staging folder and returns counts. The staging folder survives a killed
     build and is handed to the next one, so a maker that writes finished pieces atomically resumes.
-    A maker of encrypted files returns the digest of their plaintext as count `content`, since
-    ciphertext differs from one build to the next.
+    Names that begin with a dot are scratch (training state, half-written files): they survive a kill
+    too, and are removed before the folder is sealed. A maker of encrypted files returns the digest of
+    their plaintext as count `content`, since ciphertext differs from one build to the next.
 
     Raises:
-        ArtifactError: the folder exists but its files are not what its manifest says.
+        ArtifactError: the folder exists but is not what its manifest says; another process has been
+            building it for LOCK_TIMEOUT_S; or the file system has no locks.
     """
-    from filelock import FileLock
-
     key = identity(kind, inputs, params)
     home = artifacts_dir() / kind
     final, staging = home / key[:16], home / f"{key[:16]}.partial"
+    if final.exists():
+        return open_artifact(final, expected=key)
     home.mkdir(parents=True, exist_ok=True)
-    # The kernel releases this lock when its holder dies, so a stale one cannot exist.
-    with FileLock(home / f".{key[:16]}.lock"):
-        if (final / MANIFEST).is_file():
+    with _lock(home / f".{key[:16]}.lock"):
+        if final.exists():  # built by the process we waited for
             return open_artifact(final, expected=key)
         staging.mkdir(exist_ok=True)
+        (staging / MANIFEST).unlink(missing_ok=True)  # of a build killed just before its rename
         counts = dict(make(staging))
-        files = {
-            str(path.relative_to(staging)): digest_file(path)
-            for path in sorted(staging.rglob("*"))
-            if path.is_file() and not path.name.startswith(".")
-        }
-        content = counts.pop("content", None) or digest_json(files)
+        for scratch in list(staging.rglob(".*")):
+            shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink(missing_ok=True)
+        files = {name: digest_file(staging / name) for name in _files(staging)}
+        content = counts.pop("content") if "content" in counts else digest_json(files)
         manifest = Manifest(MANIFEST_VERSION, kind, key, content, dict(inputs), dict(params), counts, files)
-        write_json(staging / MANIFEST, msgspec.to_builtins(manifest))
-        shutil.rmtree(final, ignore_errors=True)
+        write_json(staging / MANIFEST, msgspec.structs.asdict(manifest.sealed()))
         os.replace(staging, final)
-    return Artifact(final, manifest)
+    return open_artifact(final, expected=key)
 
 
 def open_artifact(path: str | Path, *, expected: str | None = None) -> Artifact:
     """Open a folder written by `build`, checking every file against its manifest.
 
+    Files with a dot name are no part of an artefact and are not looked at.
+
     Raises:
-        MissingArtifactError: no such folder, or a listed file is gone.
-        ArtifactError: a file was altered or added, or the identity is another one.
+        MissingArtifactError: no such folder.
+        ArtifactError: a file was altered, added or removed, or the identity is another one.
     """
     path = Path(path)
+    if not path.is_dir():
+        raise MissingArtifactError("no artefact here", file=path)
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-    except FileNotFoundError:
-        raise MissingArtifactError("no artefact here", file=path) from None
-    except msgspec.MsgspecError as error:
-        raise ArtifactError("unreadable manifest", file=path / MANIFEST, got=str(error), expected="Manifest") from None
+    except (FileNotFoundError, msgspec.MsgspecError) as error:
+        raise _altered("unreadable manifest", path / MANIFEST, None, str(error), "a manifest") from None
     if manifest.schema_version != MANIFEST_VERSION:
-        raise ArtifactError(
-            "unknown version",
-            file=path / MANIFEST,
-            field="schema_version",
-            got=manifest.schema_version,
-            expected=MANIFEST_VERSION,
-        )
+        raise _altered("unknown version", path / MANIFEST, "schema_version", manifest.schema_version, MANIFEST_VERSION)
+    if (seal := manifest.sealed().seal) != manifest.seal:
+        raise _altered("manifest altered", path / MANIFEST, "seal", seal, manifest.seal)
     key = identity(manifest.kind, manifest.inputs, manifest.params)
-    if key != manifest.digest or (expected is not None and key != expected):
-        raise ArtifactError(
-            "another identity", file=path / MANIFEST, field="digest", got=manifest.digest, expected=expected or key
-        )
+    if not key == manifest.digest == (expected or key):
+        raise _altered("another identity", path / MANIFEST, "digest", manifest.digest, expected or key)
+    present = set(_files(path))
+    if present != set(manifest.files):
+        odd = sorted(present ^ set(manifest.files))
+        raise _altered("file added or removed", path / odd[0], "files", sorted(present), sorted(manifest.files))
     for name, digest in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise MissingArtifactError("listed file is gone", file=file, expected=digest)
-        if (got := digest_file(file)) != digest:
-            raise ArtifactError("file altered", file=file, field="sha256", got=got, expected=digest)
-    present = {str(f.relative_to(path)) for f in path.rglob("*") if f.is_file() and not f.name.startswith(".")}
-    if extra := present - set(manifest.files) - {MANIFEST}:
-        raise ArtifactError(
-            "file that no manifest lists", file=path, got=sorted(extra), expected=sorted(manifest.files)
-        )
+        if (got := digest_file(path / name)) != digest:
+            raise _altered("file altered", path / name, "sha256", got, digest)
     return Artifact(path, manifest)
+
+
+def _altered(problem: str, file: Path, field: str | None, got: Any, expected: Any) -> ArtifactError:
+    return ArtifactError(
+        problem, file=file, field=field, got=got, expected=expected, fix="delete the folder to build it again"
+    )
+
+
+def _files(folder: Path) -> list[str]:
+    """Relative names of the files an artefact consists of: all but its manifest and dot names."""
+    names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [name.as_posix() for name in names if str(name) != MANIFEST and not any(p[0] == "." for p in name.parts)]
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the kernel's lock on `path`: released when its holder dies, so a stale one cannot exist.
+
+    What the file *says* (who holds it) is for the reader of a message and is never trusted.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(path, fallback_to_soft=False)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            logging.getLogger(__name__).warning("waiting for %s, which is building %s", _holder(path), path.stem)
+            lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except Timeout:
+        raise ArtifactError(
+            "another process is still building this",
+            file=path,
+            got=_holder(path),
+            expected=f"done within {LOCK_TIMEOUT_S:g} s",
+            fix="let it finish, or end it, and run again",
+        ) from None
+    except OSError as error:
+        raise ArtifactError(
+            "this file system has no locks",
+            file=path,
+            got=str(error),
+            expected="flock",
+            fix="set MOELAB_ARTIFACTS to a folder on a local disk",
+        ) from None
+    try:
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    return path.read_text(errors="replace") or "a process that has not said its name"
