@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moelab.errors import ContractError, GeometryError, RecordError
+from .errors import ContractError, GeometryError, RecordError
 
 __all__ = ["CAPTURED", "DECODED", "MISSING", "PREFILLED", "REPLAYED", "Routes", "concat", "read_trace"]
 
@@ -272,6 +272,6 @@ def concat(parts: list[Routes], *, renumber: bool = False) -> Routes:
 
 def read_trace(path: str | Path) -> Routes:
     """Read another project's route trace; see `moelab.traces` for the formats that are known."""
-    from moelab import traces
+    from . import traces
 
     return traces.read_trace(path)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from moelab.errors import RecordError
-from moelab.routes import MISSING, Routes
+from .errors import RecordError
+from .routes import MISSING, Routes
 
 __all__ = ["read_trace"]
 
