@@ -76,13 +76,14 @@ class ChatWriter:
         return self._codec.chat(self._history[:count], self._thread, prompt=prompt) if count else ""
 
     def _restart(self, whole: str, k: int) -> str | None:
-        """Forget what was fed unless `whole` extends it; say what differs."""
+        """Forget what was fed unless `whole` extends it; say where it differs."""
         if whole.startswith(self._fed):
             return None
         at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(whole, self._fed, strict=False)))
-        gone, come = self._fed[at : at + 40], whole[at : at + 40]
+        fed = len(self._fed)
         self._fed, self._next = "", 0
-        return f"for message {k} the chat template writes {come!r} where {gone!r} was fed"
+        # Where and not what: the reason is printed, and what was said is not for every eye.
+        return f"before message {k} the chat template writes another text from character {at} of the {fed} fed"
 
     def _after(self, before: str, whole: str) -> list[int]:
         """Ids of what `whole` adds to `before`: read in its context where that leaves earlier ids alone."""
@@ -91,10 +92,11 @@ class ChatWriter:
 
     def _split(self, ids: list[int], last: int) -> Parts:
         """Cut ids where messages begin. Messages that the template does not separate become one."""
-        found = ((self._begin(ids, index), index) for index in range(self._next, last + 1))
-        starts = {at: index for at, index in found if at is not None}
-        if last not in starts.values():
-            starts[len(ids)] = last
+        starts, at = {}, 0
+        for index in range(self._next, last + 1):
+            found = self._begin(ids, index)
+            at = found if found is not None else len(ids) if index == last else at
+            starts[at] = index
         edges = sorted({0, *starts, len(ids)})
         parts = [(starts.get(a), ids[a:b]) for a, b in zip(edges, [*edges[1:], len(ids)], strict=True)]
         return [part for part in parts if part != (None, [])]

@@ -12,6 +12,7 @@ Digests here are of behaviour: of the ids that a fixed text becomes, not of a to
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from moelab.artifacts import digest_json
@@ -39,6 +40,14 @@ _PROBE_THREAD = Thread(
         Message(role="assistant", text="<|endoftext|> 3"),
     ),
 )
+
+# Chat templates call `strftime_now`, which reads the clock. A macro of that name hides it; the empty
+# expression keeps the block tag before it from eating the template's first line feed.
+_THREAD_DATE = (
+    "{% macro strftime_now(format) %}{{ thread_dates[format] if format in thread_dates"
+    " else raise_exception('it asks for a date that the thread does not have') }}{% endmacro %}{{ '' }}"
+)
+_DATE_FORMAT = re.compile(r"""strftime_now\(\s*(['"])(.*?)\1\s*\)""")
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -72,7 +81,9 @@ class Codec:
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self._bare = hasattr(tokenizer, "token_to_id")
-        self.house = all(self.id(token) is not None for token in (END, *_role_tokens()))
+        find = tokenizer.token_to_id if self._bare else tokenizer.get_vocab().get
+        self._ids = {token: find(token) for token in (END, *_role_tokens())}
+        self.house = None not in self._ids.values()
         self.chat_template = getattr(tokenizer, "chat_template", None)
         if renderer := getattr(tokenizer, "_chat_template", None):  # mlx-lm's renderers written in Python
             self.chat_template = f"{renderer.__module__}.{renderer.__qualname__}"
@@ -85,9 +96,8 @@ class Codec:
             )
 
     def id(self, token: str) -> int | None:
-        if self._bare:
-            return self._tokenizer.token_to_id(token)
-        return self._tokenizer.get_vocab().get(token)
+        """Id of a house token; None where the tokenizer has no such token."""
+        return self._ids[token]
 
     def text(self, text: str) -> list[int]:
         """Ids of text in which nothing is special."""
@@ -113,27 +123,23 @@ class Codec:
         return sorted({*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)})
 
     def chat(self, messages: list[dict[str, Any]], thread: Thread, *, prompt: bool) -> str:
-        """The chat template's text; a template that asks for today gets the day the thread began."""
-
-        def strftime_now(pattern: str) -> str:
-            if thread.started is None:
-                raise RecordError(
-                    "the chat template asks for a date and the thread has none", field="ts", got=None, expected="a time"
-                )
-            return thread.started.strftime(pattern)
-
+        """The chat template's text. A template that asks for today gets the day on which the thread began."""
         from jinja2 import TemplateError
 
+        dated = {}
+        if "strftime_now" in str(self.chat_template):
+            template = self._tokenizer.get_chat_template()
+            formats = _DATE_FORMAT.findall(template) if thread.started is not None else ()
+            dates = {pattern: thread.started.strftime(pattern) for _, pattern in formats}
+            dated = {"chat_template": _THREAD_DATE + template, "thread_dates": dates}
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt, strftime_now=strftime_now
-            )
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **dated)
         except TemplateError as error:
             raise RecordError(
                 "the chat template refuses this thread",
                 field="chat_template",
                 got=str(error),
-                expected="a template that takes its roles and their order",
+                expected="a template that takes its roles, their order and its date",
             ) from None
 
 
