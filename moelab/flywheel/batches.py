@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ContractError
-from ..models import LoadedModel, TapRecord
+
+if TYPE_CHECKING:
+    from ..models import LoadedModel, TapRecord
 
 
 @dataclass(frozen=True)
@@ -76,4 +79,4 @@ def _row(record: TapRecord, row: int, length: int) -> TapRecord:
     values = {f.name: getattr(record, f.name) for f in fields(record)}
     cut = {name: value[row, :length] for name, value in values.items() if isinstance(value, np.ndarray)}
     cut["features"] = {name: value[row, :length] for name, value in record.features.items()}
-    return TapRecord(**{**values, **cut})
+    return type(record)(**{**values, **cut})

@@ -13,7 +13,7 @@ any moment therefore leaves finished records and no half one, and starts again w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -210,8 +210,11 @@ class Study:
             for start in range(0, len(prompt), self.options.chunk):
                 logits = tape.feed(self.engine, prompt[start : start + self.options.chunk], PREFILLED)
             seed = seeds[talk.turn] = plans.turn_seed(self.options.seed, thread.uid, talk.turn)
-            answer = []
-            for token in self._tokens(lambda: logits, seed, min(self.options.max_new, room - len(prompt))):
+            key, answer = self._key(seed), []
+            for _ in range(min(self.options.max_new, room - len(prompt))):
+                token, key = self._draw(logits, key)
+                if token in self.stops:
+                    break
                 answer.append(token)
                 logits = tape.feed(self.engine, np.array([token], np.int32), DECODED)
             talk.answer(answer)
@@ -223,21 +226,22 @@ class Study:
         )
         return _plan_of(rendered, thread, tape), tape, self.engine.take(), turns
 
-    def _tokens(self, logits: Callable[[], Any], seed: int, limit: int) -> Iterator[int]:
-        """Sampled ids until a stop token. `logits()` are those after the token fed last."""
+    @staticmethod
+    def _key(seed: int) -> Any:
+        import mlx.core as mx
+
+        return mx.random.key(seed)
+
+    def _draw(self, logits: Any, key: Any) -> tuple[int, Any]:
+        """One id from the nucleus, and the key of the next draw. Nothing global is read or moved."""
         import mlx.core as mx
         from mlx_lm.sample_utils import apply_top_p
 
-        key = mx.random.key(seed)
-        for _ in range(limit):
-            logprobs = (logits() - mx.logsumexp(logits(), keepdims=True))[None]
-            if self.options.top_p < 1:
-                logprobs = apply_top_p(logprobs, self.options.top_p)
-            key, draw = mx.random.split(key)
-            token = int(mx.random.categorical(logprobs[0] / self.options.temperature, key=draw))
-            if token in self.stops:
-                return
-            yield token
+        logprobs = (logits - mx.logsumexp(logits, keepdims=True))[None]
+        if self.options.top_p < 1:
+            logprobs = apply_top_p(logprobs, self.options.top_p)
+        key, draw = mx.random.split(key)
+        return int(mx.random.categorical(logprobs[0] / self.options.temperature, key=draw)), key
 
     def _observation(self, plan: plans.Plan, turns, mode: str, tape: Tape, record, number: int) -> Observation:
         rows, shape = len(tape.tokens), self.loaded.geometry

@@ -8,14 +8,16 @@ cache, `take()` returns what was routed since the last call. A streaming engine 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
-from ..models import LoadedModel, TapRecord
 from ..routes import DECODED
 from .plan import Plan
+
+if TYPE_CHECKING:
+    from ..models import LoadedModel, TapRecord
 
 
 class Engine(Protocol):
@@ -62,7 +64,14 @@ class ResidentEngine:
     def take(self) -> TapRecord:
         record = self._tap.take()
         group = None if record.group_margin is None else record.group_margin[0]
-        return TapRecord(record.ids[0], record.weights[0], record.margin[0], group, {})
+        return replace(
+            record,
+            ids=record.ids[0],
+            weights=record.weights[0],
+            margin=record.margin[0],
+            group_margin=group,
+            features={},
+        )
 
 
 @dataclass

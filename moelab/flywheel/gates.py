@@ -115,9 +115,7 @@ def gate0(
     reason = (
         ""
         if ok
-        else (
-            f"nothing to win here: even perfect prefetch gives {speedup_bound:.3f}x of the {smallest_speedup:g}x that matters"
-        )
+        else (f"nothing to win: perfect prefetch gives {speedup_bound:.3f}x, {smallest_speedup:g}x is what matters")
     )
     return Verdict(
         gate=0,
