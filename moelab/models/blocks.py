@@ -194,28 +194,40 @@ class Block:
     def experts(self) -> int:
         return self.matrix["weight"].shape[0]
 
-    def logits(self, x: mx.array) -> mx.array:
-        """The gate's logits `[..., E]` for its input `[..., H]`, by the operations that the gate itself uses."""
-        if isinstance(self.matrix, (nn.Linear, nn.QuantizedLinear)):
-            return self.matrix(x)
-        if self.defined_in in FLOAT32_GATES:
-            return x.astype(mx.float32) @ self.matrix["weight"].astype(mx.float32).T
-        return x @ self.matrix["weight"].T
+    def logits(self, x: np.ndarray, precision: mx.Dtype = mx.float32) -> np.ndarray:
+        """The gate's logits `f32[..., E]` for its input `f32[..., H]`, computed once more on the host.
 
-    def weight(self) -> mx.array:
-        """Gate matrix `[E, H]`, dequantised if need be."""
+        float32: the exactly rounded product, so that it does not depend on how many rows are given at
+        once. Half precision: by the operations that the gate itself uses, since their rounding decides.
+        """
+        if precision == mx.float32 or self.defined_in in FLOAT32_GATES:
+            bias = self.host_logit_bias()
+            product = x.astype(np.float64) @ self.host_weight().T.astype(np.float64)
+            return (product if bias is None else product + bias).astype(np.float32)
+        half = mx.array(x).astype(precision)
+        linear = isinstance(self.matrix, (nn.Linear, nn.QuantizedLinear))
+        out = self.matrix(half) if linear else half @ self.matrix["weight"].T
+        return np.array(out.astype(mx.float32))
+
+    def host_weight(self) -> np.ndarray:
+        """Gate matrix `f32[E, H]`, dequantised if need be."""
         m = self.matrix
-        if "scales" in m:
-            biases = m.get("biases")
-            return mx.dequantize(m["weight"], m["scales"], biases, m.group_size, m.bits, mode=m.mode)
-        return m["weight"]
+        if "scales" not in m:
+            return host(m["weight"])
+        return host(mx.dequantize(m["weight"], m["scales"], m.get("biases"), m.group_size, m.bits, mode=m.mode))
 
-    def logit_bias(self) -> mx.array | None:
-        return self.matrix.get("bias")
+    def host_logit_bias(self) -> np.ndarray | None:
+        """Bias `f32[E]` of the gate's own linear layer, part of the logits."""
+        return host(self.matrix.get("bias"))
 
-    def bias(self) -> mx.array | None:
-        """Correction bias `[E]` used for the choice only."""
-        return None if self.bias_owner is None else getattr(self.bias_owner, self.bias_name)
+    def host_bias(self) -> np.ndarray | None:
+        """Correction bias `f32[E]`, added to the scores for the choice only."""
+        return None if self.bias_owner is None else host(getattr(self.bias_owner, self.bias_name))
+
+
+def host(array: mx.array | None) -> np.ndarray | None:
+    """An mlx array as float32 numpy (numpy knows no bfloat16)."""
+    return None if array is None else np.array(array.astype(mx.float32))
 
 
 def _is_switch(module: nn.Module) -> bool:

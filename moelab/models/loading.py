@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..artifacts import digest_bytes, digest_file, digest_json, read_json, root
 from ..errors import GeometryError, MissingArtifactError, ParameterError, UnsupportedModelError
-from .blocks import Block, find_blocks
+from .blocks import Block, find_blocks, host
 from .families import RoutingFamily
 from .taps import Tap, tap
 
@@ -152,18 +152,14 @@ class LoadedModel:
         return free.astype(np.float32)
 
 
-def _numpy(array: mx.array | None) -> np.ndarray | None:
-    return None if array is None else np.array(array.astype(mx.float32))
-
-
 def _gate_weights(block: Block) -> GateWeights:
     norm = block.norm
     return GateWeights(
-        weight=_numpy(block.weight()),
-        bias=_numpy(block.bias()),
-        logit_bias=_numpy(block.logit_bias()),
-        norm_weight=None if norm is None else _numpy(norm["weight"]),
-        norm_bias=None if norm is None else _numpy(norm.get("bias")),
+        weight=block.host_weight(),
+        bias=block.host_bias(),
+        logit_bias=block.host_logit_bias(),
+        norm_weight=None if norm is None else host(norm["weight"]),
+        norm_bias=None if norm is None else host(norm.get("bias")),
         norm_epsilon=0.0 if norm is None else float(norm.eps),
         norm_centred=isinstance(norm, nn.LayerNorm),
     )
@@ -232,7 +228,7 @@ def cast(network: nn.Module, precision: str) -> None:
 def measure(blocks: list[Block]) -> MoEGeometry:
     """Geometry of a model's MoE blocks, before any cast (expert bytes are the stored ones)."""
     sizes = tuple(sum(v.nbytes for _, v in tree_flatten(b.switch.parameters())) // b.experts for b in blocks)
-    experts, hidden = {b.experts for b in blocks}, {b.weight().shape[1] for b in blocks}
+    experts, hidden = {b.experts for b in blocks}, {b.host_weight().shape[1] for b in blocks}
     if len(experts) > 1 or len(hidden) > 1:
         raise GeometryError("layers differ in shape", field="experts, hidden", got=[sorted(experts), sorted(hidden)])
     return MoEGeometry(

@@ -13,13 +13,11 @@ happens in bulk in `take()`, on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 
 from ..errors import ParameterError, RecordError, UnsupportedModelError
@@ -27,6 +25,7 @@ from .blocks import Block
 from .families import margin, rank
 
 FEATURES = ("pre_attention", "moe_input")
+KINDS = ("ids", "output", *FEATURES)
 
 
 @dataclass(frozen=True)
@@ -52,174 +51,171 @@ class Tap:
         if unknown := set(self.features) - set(FEATURES):
             raise ParameterError("unknown feature", field="features", got=sorted(unknown), expected=FEATURES)
         self.blocks = blocks
-        self._clear()
-
-    def _clear(self) -> None:
-        layers = range(len(self.blocks))
-        self._streams: list[list[mx.array]] = [[] for _ in layers]
-        self._inputs: list[list[mx.array]] = [[] for _ in layers]
-        self._outputs: list[list[mx.array]] = [[] for _ in layers]
-        self._ids: list[list[mx.array]] = [[] for _ in layers]
-        self._shapes: list[tuple[int, int]] = []
-        self._fresh: list[mx.array] = []
-
-    # ------------------------------------------------------------ during a step
-
-    def _on_layer(self, index: int, args: tuple, kwargs: dict) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if index == 0:
-            self._shapes.append(tuple(x.shape[:2]))
-        if "pre_attention" in self.features:
-            self._note(self._streams[index], x)
-
-    def _on_gate(self, index: int, x: mx.array, out: Any) -> None:
-        self._note(self._inputs[index], x)
-        # A gate returns logits, or (ids, weights) when it does the choosing itself.
-        self._note(self._outputs[index], out[1] if isinstance(out, tuple) else out)
-
-    def _on_switch(self, index: int, ids: mx.array) -> None:
-        self._note(self._ids[index], ids)
-
-    def _note(self, kept: list[mx.array], array: mx.array) -> None:
-        kept.append(array)
-        self._fresh.append(array)
+        self.shapes: list[tuple[int, int]] = []
+        self.notes: dict[str, list[list[mx.array]]] = {kind: [[] for _ in blocks] for kind in KINDS}
+        self.chooses = [False] * len(blocks)
+        """Whether a gate does the choosing itself and returns (ids, weights), not logits."""
+        self._returned = 0
 
     def pending(self) -> list[mx.array]:
         """Arrays noted since the last call: evaluate them together with the logits of the step."""
-        fresh, self._fresh = self._fresh, []
+        fresh = [array for kind in self.notes.values() for layer in kind for array in layer[self._returned :]]
+        self._returned = len(self.shapes)
         return fresh
 
-    # ------------------------------------------------------------ afterwards
-
     def take(self) -> TapRecord:
-        """Everything since the last call, forward passes joined along T.
+        """Everything since the last call, forward passes joined along T, computed in bulk: so rather one
+        call a sequence than one a step.
 
         Raises:
             RecordError: nothing ran, a layer was skipped, or the batch size changed in between.
             UnsupportedModelError: the chosen set contradicts the family's arithmetic.
         """
-        steps = len(self._shapes)
-        counts = {len(kind) for kind in (*self._ids, *self._inputs, *self._outputs)}
-        if steps == 0 or counts != {steps}:
-            raise RecordError("forward passes seen differ between layers", got=sorted(counts), expected=steps)
-        if len({batch for batch, _ in self._shapes}) > 1:
-            raise RecordError("batch size changed between takes", got=sorted({b for b, _ in self._shapes}), expected=1)
+        steps, batches = len(self.shapes), {batch for batch, _ in self.shapes}
+        seen = {len(layer) for kind in ("ids", "output", *self.features) for layer in self.notes[kind]}
+        if steps == 0 or seen != {steps}:
+            raise RecordError("forward passes seen differ between layers", got=sorted(seen), expected=steps)
+        if len(batches) > 1:
+            raise RecordError("batch size changed between takes", got=sorted(batches), expected="one")
+        mx.eval(self.pending())
         layers = [self._layer(index) for index in range(len(self.blocks))]
-        features = {name: np.stack([layer[name] for layer in layers], 2) for name in self.features}
-        self._clear()
-        ids, weights, margins, group = ([layer[n] for layer in layers] for n in ("ids", "weights", "margin", "group"))
-        return TapRecord(
-            np.stack(ids, 2),
-            np.stack(weights, 2),
-            np.stack(margins, 2),
-            None if group[0] is None else np.stack(group, 2),
-            features,
-        )
+        for layer in (layer for kind in self.notes.values() for layer in kind):
+            layer.clear()
+        self.shapes.clear()
+        self._returned = 0
 
-    def _join(self, arrays: list[mx.array]) -> mx.array:
-        # Some blocks flatten [B, T] into one axis before their gate.
-        parts = [a.reshape(*shape, -1) for a, shape in zip(arrays, self._shapes, strict=True)]
-        return mx.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
+        def stack(name: str) -> np.ndarray | None:
+            return None if layers[0][name] is None else np.stack([layer[name] for layer in layers], 2)
+
+        features = {name: stack(name) for name in self.features}
+        return TapRecord(stack("ids"), stack("weights"), stack("margin"), stack("group_margin"), features)
 
     def _layer(self, index: int) -> dict[str, np.ndarray | None]:
-        block, family = self.blocks[index], self.blocks[index].family
-        x, out, chosen = self._join(self._inputs[index]), self._join(self._outputs[index]), self._join(self._ids[index])
-        own_weights = out.shape[-1] == family.top_k and out.shape[-1] != block.experts
-        logits = block.logits(x) if own_weights else out
-        ids, logits = np.array(chosen), np.array(logits.astype(mx.float32))
-        bias = None if block.bias() is None else np.array(block.bias().astype(mx.float32))
-        masked, free, group_margin = family.selection(logits, bias)
-        lead = margin(ids, masked)
-        tied = self._check(block, lead, group_margin, x.dtype)
-        scores = np.where(tied[..., None], free, masked) if tied.any() else masked
-        order = rank(ids, scores)
-        if own_weights:
-            weights = np.take_along_axis(np.array(out.astype(mx.float32)), order, -1)
+        block = self.blocks[index]
+        got = {kind: join(layers[index], self.shapes) for kind, layers in self.notes.items() if layers[index]}
+        ids, output, chooses = got["ids"], got["output"], self.chooses[index]
+        precision = self.notes["output"][index][0].dtype
+        if chooses:  # it returned weights; the logits behind them are computed once more
+            precision = self.notes["moe_input"][index][0].dtype
+            logits = block.logits(got["moe_input"], precision)
         else:
-            weights = family.weights(logits, np.take_along_axis(ids, order, -1))
-        result = {
-            "ids": np.take_along_axis(ids, order, -1).astype(np.uint16),
-            "weights": weights,
+            logits = output
+        masked, free, group_margin = block.family.selection(logits, block.host_bias())
+        lead = margin(ids, masked)
+        tied = self._tied(block, lead, group_margin, precision)
+        order = rank(ids, np.where(tied[..., None], free, masked) if tied.any() else masked)
+        ids = np.take_along_axis(ids, order, -1)
+        return {
+            "ids": ids.astype(np.uint16),
+            "weights": np.take_along_axis(output, order, -1) if chooses else block.family.weights(logits, ids),
             "margin": np.maximum(lead, 0.0).astype(np.float32),
-            "group": None if group_margin is None else group_margin.astype(np.float32),
+            "group_margin": None if group_margin is None else group_margin.astype(np.float32),
+            **{name: got[name] for name in self.features},
         }
-        if "moe_input" in self.features:
-            result["moe_input"] = np.array(x.astype(mx.float32))
-        if "pre_attention" in self.features:
-            result["pre_attention"] = np.array(self._join(self._streams[index]).astype(mx.float32))
-        return result
 
-    def _check(self, block: Block, lead: np.ndarray, group: np.ndarray | None, dtype: mx.Dtype) -> np.ndarray:
-        """Rows whose set the arithmetic does not reproduce; allowed only within rounding of a tie."""
-        # The gate's product is repeated in bulk here; another number of rows may round differently:
-        # 1e-4 is 100x what was seen in float32, half precision has 8 to 11 bits.
-        slack = 1e-4 if dtype == mx.float32 else 0.1
+    def _tied(self, block: Block, lead: np.ndarray, group: np.ndarray | None, precision: mx.Dtype) -> np.ndarray:
+        """Rows `[B,T]` whose set the arithmetic gives only up to a near-tie between groups; others raise."""
+        # Repeating a gate's product may round differently by the number of rows. In float32 that is 1e-6
+        # at most (1e-4 is generous); half precision has 8 to 11 bits and logits up to about 10.
+        slack = 1e-4 if precision == mx.float32 else 0.1
         wrong = lead < -slack
-        if group is not None:
-            wrong &= group > slack
-        if wrong.any():
+        tied = wrong & (group <= slack) if group is not None else np.zeros_like(wrong)
+        if (wrong & ~tied).any():
             raise UnsupportedModelError(
                 "the experts a model chose are not those its family's arithmetic gives",
                 field=f"layer {block.layer_id}",
-                got=f"{int(wrong.sum())} of {wrong.size} rows, worst margin {float(lead.min()):.3g}",
+                got=f"{int((wrong & ~tied).sum())} of {wrong.size} rows, worst margin {float(lead.min()):.3g}",
                 expected="margin >= 0",
             )
-        return lead < -slack
+        return tied
+
+
+def join(arrays: list[mx.array], shapes: list[tuple[int, int]]) -> np.ndarray:
+    """Arrays of consecutive forward passes, each `[B,t,X]` or flattened `[B*t,X]`, as one numpy `[B,T,X]`.
+
+    Bytes are joined through the buffer protocol, which is several times cheaper than mlx or numpy
+    operations on thousands of one-token arrays. Half precision widens to float32.
+    """
+    if arrays[0].dtype in (mx.bfloat16, mx.float16):
+        arrays = [array.astype(mx.float32) for array in arrays]
+    views = [memoryview(array) for array in arrays]
+    dtype, width, batch = np.dtype(views[0].format), arrays[0].shape[-1], shapes[0][0]
+    if batch == 1 or len(views) == 1:
+        data = b"".join([view if view.c_contiguous else view.tobytes() for view in views])
+        return np.frombuffer(data, dtype).reshape(batch, -1, width)
+    parts = [np.asarray(view).reshape(*shape, width) for view, shape in zip(views, shapes, strict=True)]
+    return np.concatenate(parts, axis=1)
 
 
 @contextmanager
-def tap(blocks: list[Block], features: Iterable[str] = ()):
+def tap(blocks: list[Block], features: Iterable[str] = ()) -> Iterator[Tap]:
     """Install taps on these blocks, yield the `Tap`, and put every class back at the end."""
     collector, swapped = Tap(blocks, features), []
     try:
         for index, block in enumerate(blocks):
-            _swap(swapped, block.layer, _layer_call(collector, index))
-            _swap(swapped, block.gate, _gate_call(collector, index))
-            _swap(swapped, block.switch, _switch_call(collector, index))
+            for module, wrapper in (
+                (block.layer, _layer_call(collector, index)),
+                (block.gate, _gate_call(collector, index)),
+                (block.switch, _switch_call(collector, index)),
+            ):
+                swapped.append((module, type(module)))
+                module.__class__ = _tapped(type(module), wrapper)
         yield collector
     finally:
         for module, original in reversed(swapped):
             module.__class__ = original
 
 
-def _swap(swapped: list, module: nn.Module, make) -> None:
-    original = type(module)
-    tapped = type(
-        original.__name__, (original,), {"__call__": make(original.__call__), "__module__": original.__module__}
-    )
-    module.__class__ = tapped
-    swapped.append((module, original))
+def _tapped(original: type, wrapper: Callable) -> type:
+    body = {"__call__": wrapper(original.__call__), "__module__": original.__module__}
+    return type(original.__name__, (original,), body)
 
 
-def _layer_call(collector: Tap, index: int):
-    def make(call):
-        def __call__(self, *args, **kwargs):
-            collector._on_layer(index, args, kwargs)
-            return call(self, *args, **kwargs)
+def _layer_call(collector: Tap, index: int) -> Callable:
+    note = collector.notes["pre_attention"][index].append if "pre_attention" in collector.features else None
+    shape = collector.shapes.append if index == 0 else None
+
+    def wrapper(call: Callable) -> Callable:
+        def __call__(self, x, *args, **kwargs):
+            if shape is not None:
+                shape(x.shape[:2])
+            if note is not None:
+                note(x)
+            return call(self, x, *args, **kwargs)
 
         return __call__
 
-    return make
+    return wrapper
 
 
-def _gate_call(collector: Tap, index: int):
-    def make(call):
+def _gate_call(collector: Tap, index: int) -> Callable:
+    note_input = collector.notes["moe_input"][index].append
+    note_output = collector.notes["output"][index].append
+    wanted = "moe_input" in collector.features
+
+    def wrapper(call: Callable) -> Callable:
         def __call__(self, x):
             out = call(self, x)
-            collector._on_gate(index, x, out)
+            if chooses := isinstance(out, tuple):
+                collector.chooses[index] = True
+            if wanted or chooses:
+                note_input(x)
+            note_output(out[1] if chooses else out)
             return out
 
         return __call__
 
-    return make
+    return wrapper
 
 
-def _switch_call(collector: Tap, index: int):
-    def make(call):
+def _switch_call(collector: Tap, index: int) -> Callable:
+    note = collector.notes["ids"][index].append
+
+    def wrapper(call: Callable) -> Callable:
         def __call__(self, x, indices, *args, **kwargs):
-            collector._on_switch(index, indices)
+            note(indices)
             return call(self, x, indices, *args, **kwargs)
 
         return __call__
 
-    return make
+    return wrapper
