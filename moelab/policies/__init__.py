@@ -12,7 +12,7 @@ extract no features, fit no scores, install nothing, estimate no load and record
     combination    softmax, equal, positive evidence, always-on anchor
     mixture_head   a learned head, with its offline fit
     lora           merging parameters instead of outputs
-    dispatch       grouped sparse execution
+    dispatch       grouped sparse execution, on tokens as rows
     telemetry      load, overflow, arity and regret, after the fact
     config         policies as strict JSON
 """

@@ -15,21 +15,18 @@ slots of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from moelab.errors import PolicyError
 from moelab.policies._validate import check_ids, check_scores, check_tensor
 from moelab.policies.capacity import Capacity, PromoteSurvivorsCapacity
 from moelab.policies.combination import Combination, ScoreSoftmaxCombination, weight_dtype
 from moelab.policies.decisions import CapacityResult, Decision
+from moelab.policies.rows import Mlp, Rows, check_output
 from moelab.policies.selection import AdaptiveTop1Top2Selection, Selection
-
-# An MLP on rows: `[rows, H]` and token-aligned arguments to `[rows, H]` of the same dtype.
-Mlp = Callable[..., Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,94 +104,51 @@ class SparseDispatcher:
         token_args: Mapping[str, Tensor] | None = None,
     ) -> DispatchResult:
         """Run routes that were decided before; the arguments are those of `dispatch`."""
+        token_args = token_args or {}
         routes = capacity.effective_routes
-        inputs = self.check_inputs(routes, hidden_states, experts, mixture_features, token_args)
+        rows = Rows.of(
+            routes,
+            hidden_states,
+            experts=experts,
+            combination=self.combination,
+            mixture_features=mixture_features,
+            token_args=token_args,
+        )
         weights = zero_weights(routes)
         # Without a specialist anywhere, or with an anchor that answers every token, the anchor gets
         # the states as the dense model would give them: the result is the dense model's, bit by bit.
-        idle = not bool(routes.slot_mask.any())
+        idle, dense = not bool(routes.slot_mask.any()), None
         if idle or "anchor_output" in self.combination.needs:
-            output = check_output(anchor_mlp(hidden_states, **(token_args or {})), hidden_states, "anchor_mlp")
+            answer = check_output("anchor_mlp", anchor_mlp(hidden_states, **token_args), hidden_states)
             if idle:
-                return DispatchResult(output, capacity, weights)
-            dense = output.flatten(0, 1)
-            output = dense.clone()
-        else:
-            dense, output = None, torch.empty_like(inputs.hidden)
-            rows = routes.anchor_mask.flatten().nonzero().squeeze(-1)
-            if len(rows):
-                output[rows] = inputs.run(anchor_mlp, rows, "anchor_mlp")
-        expert_outputs, position = run_experts(inputs, routes, experts)
+                return DispatchResult(answer, capacity, weights)
+            dense = answer.flatten(0, 1)
+        output = torch.empty_like(rows.hidden)
+        expert_outputs, position = run_experts(rows, routes, experts)
         slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), weights.flatten(0, 1)
-        arity = routes.route_arity.flatten()
-        for active in range(1, position.shape[1] + 1):
-            rows = (arity == active).nonzero().squeeze(-1)
-            if not len(rows):
+        for arity, some in enumerate(rows_by_arity(routes)):
+            if not len(some):
                 continue
-            if active == 1 and dense is None:
-                output[rows] = expert_outputs[position[rows, 0]]
-                slot_weights[rows, 0] = 1
-                continue
-            mixture = self.combination(
-                expert_outputs[position[rows, :active]],
-                selected_scores=slot_scores[rows, :active],
-                **inputs.combination_args(self.combination, rows, dense),
-            )
-            output[rows] = mixture.output
-            slot_weights[rows, :active] = mixture.weights
+            if arity == 0:
+                output[some] = rows.run(anchor_mlp, some, "anchor_mlp") if dense is None else dense[some]
+            elif arity == 1 and dense is None:
+                output[some] = expert_outputs[position[some, 0]]
+                slot_weights[some, 0] = 1
+            else:
+                mixture = self.combination(
+                    expert_outputs[position[some, :arity]],
+                    selected_scores=slot_scores[some, :arity],
+                    **rows.combination_args(self.combination, some, dense),
+                )
+                output[some] = mixture.output
+                slot_weights[some, :arity] = mixture.weights
         return DispatchResult(output.view_as(hidden_states), capacity, slot_weights.view_as(weights))
 
-    def check_inputs(self, routes, hidden_states, experts, mixture_features, token_args) -> _Inputs:
-        """Refuse inputs that do not fit the routes; flatten batch and tokens into rows."""
-        check_tensor("hidden_states", hidden_states, (*routes.route_arity.shape, "H"))
-        if len(experts) != len(routes.expert_ids):
-            expected = f"{len(routes.expert_ids)} experts"
-            raise PolicyError("experts do not match expert_ids", field="experts", got=len(experts), expected=expected)
-        shape = tuple(hidden_states.shape[:2])
-        for name, value in (token_args or {}).items():
-            if not isinstance(value, Tensor) or tuple(value.shape[:2]) != shape:
-                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                expected = f"a tensor [{shape[0]}, {shape[1]}, ...]"
-                raise PolicyError(
-                    "a token argument is not aligned", field=f"token_args[{name!r}]", got=got, expected=expected
-                )
-        if mixture_features is not None:
-            check_tensor("mixture_features", mixture_features, (*shape, "F"))
-        if (mixture_features is not None) != ("features" in self.combination.needs):
-            expected = "none" if mixture_features is not None else "[B, T, F]"
-            got = None if mixture_features is None else list(mixture_features.shape)
-            combination = type(self.combination).__name__
-            raise PolicyError(
-                f"mixture_features do not fit {combination}", field="mixture_features", got=got, expected=expected
-            )
-        args = {name: value.flatten(0, 1) for name, value in (token_args or {}).items()}
-        features = None if mixture_features is None else mixture_features.flatten(0, 1)
-        return _Inputs(hidden_states.flatten(0, 1), args, features)
 
-
-@dataclass(frozen=True, eq=False)
-class _Inputs:
-    """The tokens of a batch as rows.
-
-    hidden: `[R, H]`.
-    token_args: by name, `[R, ...]`.
-    features: `[R, F]` or None.
-    """
-
-    hidden: Tensor
-    token_args: dict[str, Tensor]
-    features: Tensor | None
-
-    def run(self, mlp: Mlp, rows: Tensor, name: str) -> Tensor:
-        """`[rows, H]` of an MLP on some rows."""
-        hidden = self.hidden[rows]
-        args = {key: value[rows] for key, value in self.token_args.items()}
-        return check_output(mlp(hidden, **args), hidden, name)
-
-    def combination_args(self, combination: Combination, rows: Tensor, dense: Tensor | None) -> dict[str, Tensor]:
-        """What the combination needs beside outputs and scores, for some rows."""
-        sources = {"features": self.features, "anchor_output": dense}
-        return {name: sources[name][rows] for name in combination.needs}
+def rows_by_arity(routes: Decision) -> list[Tensor]:
+    """Which of the R rows run 0, 1, ... S specialists, in token order."""
+    arity = routes.route_arity.flatten()
+    return [(arity == active).nonzero().squeeze(-1) for active in range(routes.slot_indices.shape[-1] + 1)]
 
 
 def zero_weights(routes: Decision) -> Tensor:
@@ -212,7 +166,7 @@ def group_slots(routes: Decision) -> tuple[Tensor, list[int]]:
     return slots.sort(stable=True).indices[counts[0] :], counts[1:]
 
 
-def run_experts(inputs: _Inputs, routes: Decision, experts: Sequence[Mlp]) -> tuple[Tensor, Tensor]:
+def run_experts(rows: Rows, routes: Decision, experts: Sequence[Mlp]) -> tuple[Tensor, Tensor]:
     """Run every specialist that has tokens, once.
 
     Returns `[A, H]` outputs grouped by specialist, and `[R, S]` where each slot's output is; the
@@ -221,15 +175,10 @@ def run_experts(inputs: _Inputs, routes: Decision, experts: Sequence[Mlp]) -> tu
     grouped, counts = group_slots(routes)
     slots = routes.slot_indices.shape[-1]
     outputs = [
-        inputs.run(expert, rows, f"experts[{name!r}]")
-        for expert, name, rows in zip(experts, routes.expert_ids, (grouped // slots).split(counts), strict=True)
-        if len(rows)
+        rows.run(expert, some, f"experts[{name!r}]")
+        for expert, name, some in zip(experts, routes.expert_ids, (grouped // slots).split(counts), strict=True)
+        if len(some)
     ]
     position = torch.zeros_like(routes.slot_indices).flatten()
     position[grouped] = torch.arange(len(grouped), device=position.device)
     return torch.cat(outputs), position.view(-1, slots)
-
-
-def check_output(output: Tensor, hidden: Tensor, name: str) -> Tensor:
-    """Refuse an MLP's output that does not have the shape and dtype of its input."""
-    return check_tensor(name, output, tuple(hidden.shape), dtypes=(hidden.dtype,))

@@ -30,7 +30,8 @@ from moelab.errors import PolicyError
 from moelab.policies._validate import check_tensor
 from moelab.policies.combination import Combination
 from moelab.policies.decisions import CapacityResult
-from moelab.policies.dispatch import DispatchResult, SparseDispatcher, check_output, zero_weights
+from moelab.policies.dispatch import DispatchResult, SparseDispatcher, rows_by_arity, zero_weights
+from moelab.policies.rows import Rows, check_output
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,27 +88,33 @@ class LoRAMergeDispatcher(SparseDispatcher):
         mixture_features: Tensor | None = None,
         token_args: Mapping[str, Tensor] | None = None,
     ) -> DispatchResult:
+        token_args = token_args or {}
         routes = capacity.effective_routes
-        inputs = self.check_inputs(routes, hidden_states, experts, mixture_features, token_args)
+        rows = Rows.of(
+            routes,
+            hidden_states,
+            experts=experts,
+            combination=self.combination,
+            mixture_features=mixture_features,
+            token_args=token_args,
+        )
         check_specialists(anchor_mlp, experts, routes.expert_ids)
         weights = zero_weights(routes)
         if not bool(routes.slot_mask.any()):
-            output = anchor_mlp(hidden_states, **(token_args or {}))
-            return DispatchResult(check_output(output, hidden_states, "anchor_mlp"), capacity, weights)
-        slot_weights = weights.flatten(0, 1)
-        arity, scores = routes.route_arity.flatten(), routes.slot_scores.flatten(0, 1)
-        for active in range(1, scores.shape[-1] + 1):
-            rows = (arity == active).nonzero().squeeze(-1)
-            if len(rows):
-                needed = inputs.combination_args(self.combination, rows, None)
-                slot_weights[rows, :active] = weigh(self.combination, scores[rows, :active], **needed)
-        output = torch.empty_like(inputs.hidden)
-        idle, busy = (mask.nonzero().squeeze(-1) for mask in (arity == 0, arity > 0))
+            answer = check_output("anchor_mlp", anchor_mlp(hidden_states, **token_args), hidden_states)
+            return DispatchResult(answer, capacity, weights)
+        slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), weights.flatten(0, 1)
+        idle, *busy = rows_by_arity(routes)
+        for arity, some in enumerate(busy, start=1):
+            if len(some):
+                needed = rows.combination_args(self.combination, some, None)
+                slot_weights[some, :arity] = weigh(self.combination, slot_scores[some, :arity], **needed)
+        output = torch.empty_like(rows.hidden)
         if len(idle):
-            output[idle] = inputs.run(anchor_mlp, idle, "anchor_mlp")
-        indices = routes.slot_indices.flatten(0, 1)[busy]
-        with merged(anchor_mlp, experts, indices, slot_weights[busy]):
-            output[busy] = inputs.run(anchor_mlp, busy, "anchor_mlp")
+            output[idle] = rows.run(anchor_mlp, idle, "anchor_mlp")
+        some = torch.cat(busy)
+        with merged(anchor_mlp, experts, routes.slot_indices.flatten(0, 1)[some], slot_weights[some]):
+            output[some] = rows.run(anchor_mlp, some, "anchor_mlp")
         return DispatchResult(output.view_as(hidden_states), capacity, slot_weights.view_as(weights))
 
 
