@@ -186,9 +186,10 @@ def _holds(path: Path, needle: bytes) -> bool:
     tail = b""
     with open(path, "rb") as file:
         while piece := file.read(_CHUNK):
-            if needle in tail + piece:
+            window = tail + piece
+            if needle in window:
                 return True
-            tail = piece[-len(needle) :]
+            tail = window[1 - len(needle) :]
     return False
 
 

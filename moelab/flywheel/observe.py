@@ -236,9 +236,9 @@ def check_fields(header: Any, file: Any) -> None:
     for name in ("model", "tokenizer", "template"):
         value = getattr(header, name)
         require(bool(_DIGEST.fullmatch(value)), name, value, "64 hexadecimal digits")
-    require(header.owner == normalise_owner(header.owner), "owner", header.owner, normalise_owner(header.owner))
-    for name in ("thread", "sequence"):
+    for name in ("owner", "thread", "sequence"):
         require(bool(getattr(header, name).strip()), name, getattr(header, name), "a name")
+    require(header.owner == normalise_owner(header.owner), "owner", header.owner, normalise_owner(header.owner))
     require(header.generation >= 0, "generation", header.generation, ">= 0")
     layers = header.layer_ids
     rising = all(a < b for a, b in zip((-1, *layers), layers, strict=False))
