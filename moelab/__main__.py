@@ -61,7 +61,10 @@ def parser() -> argparse.ArgumentParser:
     doctor.set_defaults(act=_doctor)
 
     forget = verbs.add_parser("forget", help="destroy a thread's key and every row derived from it")
-    forget.add_argument("thread", nargs="+", help="thread id, as in the threads file")
+    forget.add_argument("thread", help="thread id as in the threads file, or its uid")
+    forget.add_argument(
+        "--threads", metavar="FILE", help="threads file or folder it is in (default: the committed ones)"
+    )
     forget.set_defaults(act=_forget)
     return top
 
@@ -154,11 +157,44 @@ def _doctor(options) -> int:
 
 
 def _forget(options) -> int:
-    from .flywheel.vault import forget
+    from . import artifacts
+    from .flywheel.forget import forget
+    from .flywheel.vault import Vault
 
-    for thread in options.thread:
-        print(forget(thread))
-    return DONE
+    uid = _uid(options.thread, options.threads)
+    reports = [page.parent for page in (artifacts.root() / "reports").glob("*/verdicts.json")]
+    showing = [folder for folder in reports if _names(folder, uid, options.thread)]
+    proof = forget(Vault(), uid, root=artifacts.artifacts_dir(), also=showing)
+    print(f"key destroyed: {proof.key or 'there was none'}")
+    for name, failure in proof.attempts.items():
+        print(f"{name}: does not open ({failure})")
+    for title, names in (("amended", proof.amended), ("removed", proof.removed), ("still named in", proof.mentions)):
+        for name in names:
+            print(f"{title}: {name}")
+    return DONE if proof.holds else FAILED
+
+
+def _uid(thread: str, threads: str | None) -> str:
+    """The uid of a thread given by uid or by id; an id that several threads carry is refused."""
+    from . import artifacts
+    from .errors import ContractError
+    from .threads import read
+
+    found = {
+        item.uid
+        for item in read(threads or artifacts.root() / "artifacts" / "threads")
+        if thread in (item.id, item.uid)
+    }
+    if len(found) > 1:
+        raise ContractError("thread id is not unique", field="thread", got=thread, expected=f"one of {sorted(found)}")
+    # A thread that is in no file any more can still have a key: its uid is taken as given, and checked by the vault.
+    return found.pop() if found else thread
+
+
+def _names(folder: Path, *needles: str) -> bool:
+    return any(
+        needle.encode() in file.read_bytes() for file in folder.iterdir() if file.is_file() for needle in needles
+    )
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def _register_engine() -> None:
                 kernel_name=kernel_name,
                 log=logger,
                 # A kernel's own warnings (it says at each start that loopback is not encrypted) are no progress.
-                extra_arguments=["--IPKernelApp.log_level=40"],
+                extra_arguments=["--IPKernelApp.log_level=50"],
             )
             kernels.add(client)
             return client.execute()
