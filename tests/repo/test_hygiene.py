@@ -58,7 +58,8 @@ def test_patterns_find_what_they_are_for():
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_a_module_is_one_idea(path):
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 350
+    lines = path.read_text(encoding="utf-8").count("\n")
+    assert lines <= 350
 
 
 def test_links_of_documents_resolve():

@@ -10,7 +10,7 @@ BASE = {"errors", "files", "artifacts", "params", "routes", "traces", "threads",
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
     "models": BASE,
-    "reference": BASE | {"models"},
+    "reference": BASE | {"models", "flywheel"},
     "streaming": BASE | {"models"},
     "prerouter": BASE | {"models", "streaming"},
     "flywheel": BASE | {"models", "streaming"},
