@@ -5,8 +5,9 @@
 Slots are sorted by candidate (stable, so a specialist sees its tokens in order), every specialist
 runs once on its rows, and each token then gathers the outputs of its own slots. Capacity is applied
 before anything runs, so an unavailable specialist has no rows. A token with one specialist takes
-its output as it is, with weight exactly 1; a token with none takes the anchor's; the combination
-sees only tokens with two or more, all tokens of one arity at a time.
+its output as it is, with weight exactly 1; a token with none takes the anchor's, bit-equal to the
+anchor run on those rows; the combination sees only tokens with two or more, all tokens of one arity
+at a time.
 
 In the shape descriptions, `B` is the batch, `T` the tokens, `H` the hidden width, `N` the
 specialists, `S` the slots of a token, `R` the tokens of the batch (`B * T`) and `A` the active

@@ -27,7 +27,7 @@ from moelab.policies import (
 )
 
 # The first call in a process may take long; nothing here is about time.
-quick = settings(deadline=None, max_examples=60, derandomize=True)
+quick = settings(deadline=None, max_examples=40, derandomize=True)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 NAMES = ("top1", "veto", "adaptive", "dynamic", "hierarchical", "compatibility")
