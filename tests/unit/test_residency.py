@@ -20,7 +20,8 @@ def routes(seed=0, tokens=60):
     ids = np.argsort(-noise, axis=-1)[..., :K]
     mask = rng.random(ids.shape) > 0.1
     thread = np.arange(tokens) >= tokens // 2
-    prefilled = np.arange(tokens) % (tokens // 2) < 6
+    at = np.arange(tokens) % (tokens // 2)
+    prefilled = (at < 6) | (at == tokens // 2 - 1)  # a thread may end in its prompt, and the next begin with one
     return ids, mask, thread.astype(int), prefilled
 
 
