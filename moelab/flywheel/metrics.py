@@ -184,7 +184,7 @@ def union_growth(
     for a in range(0, len(first), step):
         rows = first[a : a + step, None] + np.arange(block)
         window = np.sort(np.moveaxis(values[rows], 1, 2).reshape(len(rows), layers, block * k), axis=-1)
-        fresh = (window[..., 1:] != window[..., :-1]) & (window[..., 1:] >= 0)
+        fresh = window[..., 1:] != window[..., :-1]  # absent slots, -1, sort first and are no change
         distinct[a : a + step] = fresh.sum(-1) + (window[..., 0] >= 0)
     return clustered_mean(distinct, np.asarray(clusters)[first])
 
