@@ -15,7 +15,8 @@ from importlib import import_module
 
 _HOMES = {
     "families": ("RoutingFamily", "Selection"),
-    "blocks": ("Block", "find_blocks", "REFUSED", "SUPPORTED"),
+    "gates": ("NO_RESIDUAL", "REFUSED", "SUPPORTED"),
+    "blocks": ("Block", "find_blocks"),
     "taps": ("Tap", "TapRecord", "FEATURES"),
     "loading": ("GateWeights", "LoadedModel", "MoEGeometry", "load", "find"),
     "runtime": ("activate", "find_openblas", "report_progress", "run_workers", "runtime_identity"),

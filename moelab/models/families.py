@@ -60,8 +60,11 @@ class RoutingFamily:
     """Selection score given to experts of dropped groups: 0 in some models' code, -inf in others."""
     keeps: str = "first"
     """`first`: argpartition(-x)[:K]; `last`: argpartition(x)[-K:]; `argmax`: one at a time, lowest id first."""
+    temperature: float = 1.0
     softcap: float = 0.0
     jitter: float = 0.0
+    expert_scaled: bool = False
+    """Weights are also multiplied by a learned number an expert (gemma4): `expert_scale` must be given."""
 
     def __post_init__(self):
         for field, allowed in (
@@ -92,7 +95,7 @@ class RoutingFamily:
 
     def scores(self, logits: np.ndarray) -> np.ndarray:
         """Step 1: raw scores `f64[..., E]`, no bias, no groups."""
-        logits = np.asarray(logits, np.float64)
+        logits = np.asarray(logits, np.float64) / self.temperature
         if self.softcap > 0:
             logits = np.tanh(logits / self.softcap) * self.softcap
         if self.score == "softmax":
@@ -128,8 +131,14 @@ class RoutingFamily:
         masked = np.where(kept[..., None], grouped, self.dropped).reshape(free.shape)
         return masked, free, ranked[..., self.kept_groups - 1] - ranked[..., self.kept_groups]
 
-    def weights(self, logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """Step 5: weights `f32[..., K]` of the given experts, in their order."""
+    def weights(self, logits: np.ndarray, ids: np.ndarray, expert_scale: np.ndarray | None = None) -> np.ndarray:
+        """Step 5: weights `f32[..., K]` of the given experts, in their order.
+
+        Raises:
+            ParameterError: the family needs `expert_scale f32[E]` and it is missing, or the reverse.
+        """
+        if self.expert_scaled != (expert_scale is not None):
+            raise ParameterError("expert scale", field="expert_scale", got=expert_scale, expected=self.expert_scaled)
         ids = np.asarray(ids).astype(np.int64)
         if self.weight == "sparsemixer":
             return self._sparsemixer(np.asarray(logits, np.float64), ids).astype(np.float32)
@@ -140,6 +149,8 @@ class RoutingFamily:
             chosen = _softmax(chosen) if self.weight == "softmax" else _sigmoid(chosen)
         if self.normalise:
             chosen = chosen / (chosen.sum(-1, keepdims=True) + self.epsilon)
+        if expert_scale is not None:
+            chosen = chosen * expert_scale[ids]
         return (chosen * self.scale).astype(np.float32)
 
     def _sparsemixer(self, logits: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -154,15 +165,15 @@ class RoutingFamily:
             np.put_along_axis(left, one, -np.inf, -1)
         return np.concatenate(picked, -1)
 
-    def select(self, logits: Any, bias: Any = None) -> Selection:
+    def select(self, logits: Any, bias: Any = None, expert_scale: Any = None) -> Selection:
         """All five steps. Numpy: ties by lowest id. mlx: the model's own tie rule and arithmetic."""
         if not isinstance(logits, np.ndarray):
             from .native import select
 
-            return select(self, logits, bias)
+            return select(self, logits, bias, expert_scale)
         masked, _, _ = self.selection(logits, bias)
         ids = np.argsort(-masked, axis=-1, kind="stable")[..., : self.top_k]
-        return Selection(ids.astype(np.uint16), self.weights(logits, ids), masked.astype(np.float32))
+        return Selection(ids.astype(np.uint16), self.weights(logits, ids, expert_scale), masked.astype(np.float32))
 
 
 def rank(ids: np.ndarray, scores: np.ndarray) -> np.ndarray:

@@ -50,31 +50,56 @@ class MoEGeometry:
 @dataclass(frozen=True)
 class GateWeights:
     """A gate as plain arrays, enough to apply it early: `weight f32[E,H]`, `logit_bias f32[E]` (added to the
-    logits), `bias f32[E]` (added to the scores for the choice), and the norm in front of the block:
-    `norm_weight f32[H]`, `norm_bias f32[H]`, `norm_epsilon`, `norm_centred` (layer norm, not RMS)."""
+    logits), `bias f32[E]` (added to the scores for the choice), `expert_scale f32[E]` (multiplies weights),
+    `norm` (the norm in front of the block), `input_norm` (one that the gate applies itself)."""
 
     weight: np.ndarray
     bias: np.ndarray | None
     logit_bias: np.ndarray | None
-    norm_weight: np.ndarray | None
-    norm_bias: np.ndarray | None
-    norm_epsilon: float
-    norm_centred: bool
-
-    def normalise(self, residual: np.ndarray) -> np.ndarray:
-        """The block's own input norm, applied to a residual stream `[..., H]`."""
-        if self.norm_weight is None:
-            return residual
-        x = residual.astype(np.float64)
-        if self.norm_centred:
-            x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.norm_epsilon) * self.norm_weight
-        return x if self.norm_bias is None else x + self.norm_bias
+    expert_scale: np.ndarray | None
+    norm: Norm | None
+    input_norm: Norm | None
 
     def logits(self, block_input: np.ndarray) -> np.ndarray:
         """`f64[..., E]` for block input `[..., H]`."""
+        if self.input_norm is not None:
+            block_input = self.input_norm(block_input)
         out = block_input.astype(np.float64) @ self.weight.T.astype(np.float64)
         return out if self.logit_bias is None else out + self.logit_bias
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMS or layer norm as plain arrays: `(x - mean if centred) / sqrt(mean square + epsilon) * weight + shift`."""
+
+    weight: np.ndarray
+    shift: np.ndarray
+    epsilon: float
+    centred: bool
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64)
+        if self.centred:
+            x = x - x.mean(-1, keepdims=True)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.epsilon) * self.weight + self.shift
+
+    @classmethod
+    def of(cls, module: nn.Module, width: int) -> Norm:
+        """Read a norm by what it does, since modules differ in what they store (weight, or weight - 1).
+
+        Raises:
+            UnsupportedModelError: it is neither an RMS norm nor a layer norm.
+        """
+        run = lambda x: host(module(mx.array(x, mx.float32)[None]))[0].astype(np.float64)  # noqa: E731
+        epsilon = float(module.eps)
+        signs = np.where(np.arange(width) % 2, -1.0, 1.0)  # mean 0, mean square 1 (even width)
+        up, down, unit = run(signs), run(-signs), np.sqrt(1 + epsilon)
+        probe = np.random.default_rng(0).normal(1.0, 2.0, width).astype(np.float32)
+        for centred in (False, True):
+            norm = cls((up - down) / 2 * signs * unit, (up + down) / 2, epsilon, centred)
+            if np.allclose(norm(probe), run(probe), rtol=1e-3, atol=1e-3):
+                return norm
+        raise UnsupportedModelError("not an RMS or layer norm", got=type(module).__name__)
 
 
 @dataclass
@@ -144,7 +169,7 @@ class LoadedModel:
             raise GeometryError(
                 "width of the representation", field="rep", got=rep.shape, expected=self.geometry.hidden
             )
-        logits = gate.logits(gate.normalise(rep) if norm else rep)
+        logits = gate.logits(gate.norm(rep) if norm and gate.norm is not None else rep)
         masked, free, group_margin = self.family.selection(logits, gate.bias)
         if group_margin is not None:
             low, high = free.min(-1, keepdims=True), free.max(-1, keepdims=True)
@@ -153,15 +178,15 @@ class LoadedModel:
 
 
 def _gate_weights(block: Block) -> GateWeights:
-    norm = block.norm
+    weight, scale = block.weight(), block.input_scale()
+    zero = np.zeros(weight.shape[1], np.float32)
     return GateWeights(
-        weight=block.host_weight(),
-        bias=block.host_bias(),
-        logit_bias=block.host_logit_bias(),
-        norm_weight=None if norm is None else host(norm["weight"]),
-        norm_bias=None if norm is None else host(norm.get("bias")),
-        norm_epsilon=0.0 if norm is None else float(norm.eps),
-        norm_centred=isinstance(norm, nn.LayerNorm),
+        weight=weight,
+        bias=block.bias(),
+        logit_bias=block.logit_bias(),
+        expert_scale=block.expert_scale(),
+        norm=None if block.norm is None else Norm.of(block.norm, weight.shape[1]),
+        input_norm=None if scale is None else Norm(host(scale), zero, block.gate.eps, False),
     )
 
 
@@ -228,7 +253,7 @@ def cast(network: nn.Module, precision: str) -> None:
 def measure(blocks: list[Block]) -> MoEGeometry:
     """Geometry of a model's MoE blocks, before any cast (expert bytes are the stored ones)."""
     sizes = tuple(sum(v.nbytes for _, v in tree_flatten(b.switch.parameters())) // b.experts for b in blocks)
-    experts, hidden = {b.experts for b in blocks}, {b.host_weight().shape[1] for b in blocks}
+    experts, hidden = {b.experts for b in blocks}, {b.weight().shape[1] for b in blocks}
     if len(experts) > 1 or len(hidden) > 1:
         raise GeometryError("layers differ in shape", field="experts, hidden", got=[sorted(experts), sorted(hidden)])
     return MoEGeometry(

@@ -9,15 +9,19 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..errors import UnsupportedModelError
+from ..errors import ParameterError, UnsupportedModelError
 from .families import RoutingFamily, Selection
 
 
-def select(family: RoutingFamily, logits: mx.array, bias: mx.array | None = None) -> Selection:
+def select(
+    family: RoutingFamily, logits: mx.array, bias: mx.array | None = None, expert_scale: mx.array | None = None
+) -> Selection:
     """Route `logits [..., E]`: ids `u32[..., K]` in rank order, weights f32, masked selection scores f32."""
     if family.weight == "sparsemixer":
         raise UnsupportedModelError("sparsemixer weights are not offered in mlx", field="weight", got=family.weight)
-    logits = logits.astype(mx.float32)
+    if family.expert_scaled != (expert_scale is not None):
+        raise ParameterError("expert scale", field="expert_scale", got=expert_scale, expected=family.expert_scaled)
+    logits = logits.astype(mx.float32) / family.temperature
     if family.softcap > 0:
         logits = mx.tanh(logits / family.softcap) * family.softcap
     if family.score == "softmax":
@@ -52,4 +56,6 @@ def select(family: RoutingFamily, logits: mx.array, bias: mx.array | None = None
         weights = mx.softmax(picked, axis=-1, precise=True) if family.weight == "softmax" else mx.sigmoid(picked)
     if family.normalise:
         weights = weights / (weights.sum(axis=-1, keepdims=True) + family.epsilon)
+    if expert_scale is not None:
+        weights = weights * expert_scale[ids]
     return Selection(ids, weights * family.scale, chooser)

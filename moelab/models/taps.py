@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import ParameterError, RecordError, UnsupportedModelError
 from .blocks import Block
 from .families import margin, rank
+from .gates import NO_RESIDUAL
 
 FEATURES = ("pre_attention", "moe_input")
 KINDS = ("ids", "output", *FEATURES)
@@ -50,6 +51,8 @@ class Tap:
         self.features = tuple(features)
         if unknown := set(self.features) - set(FEATURES):
             raise ParameterError("unknown feature", field="features", got=sorted(unknown), expected=FEATURES)
+        if "pre_attention" in self.features and (reason := NO_RESIDUAL.get(blocks[0].defined_in)):
+            raise UnsupportedModelError(reason, field="pre_attention", got=blocks[0].defined_in)
         self.blocks = blocks
         self.shapes: list[tuple[int, int]] = []
         self.notes: dict[str, list[list[mx.array]]] = {kind: [[] for _ in blocks] for kind in KINDS}
@@ -100,14 +103,16 @@ class Tap:
             logits = block.logits(got["moe_input"], precision)
         else:
             logits = output
-        masked, free, group_margin = block.family.selection(logits, block.host_bias())
+        masked, free, group_margin = block.family.selection(logits, block.bias())
         lead = margin(ids, masked)
         tied = self._tied(block, lead, group_margin, precision)
         order = rank(ids, np.where(tied[..., None], free, masked) if tied.any() else masked)
         ids = np.take_along_axis(ids, order, -1)
         return {
             "ids": ids.astype(np.uint16),
-            "weights": np.take_along_axis(output, order, -1) if chooses else block.family.weights(logits, ids),
+            "weights": np.take_along_axis(output, order, -1)
+            if chooses
+            else block.family.weights(logits, ids, block.expert_scale()),
             "margin": np.maximum(lead, 0.0).astype(np.float32),
             "group_margin": None if group_margin is None else group_margin.astype(np.float32),
             **{name: got[name] for name in self.features},

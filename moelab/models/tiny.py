@@ -1,0 +1,57 @@
+"""Tiny random models of every mixture-of-experts family in mlx-lm: same code, a few thousand weights.
+
+They prove paths, not findings: taps, streaming and parity are tested on them at length in seconds. Gates
+that a family starts at zero (every route would tie) get random values, and so do correction biases.
+
+    model = build("deepseek_v3", seed=0)      # runs, no files
+    save("deepseek_v3", folder)                # a checkpoint that `load` reads (tokenizer not included)
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..artifacts import write_json
+from ..errors import ParameterError
+from .blocks import find_blocks
+from .tiny_configs import COMMON, FAMILIES, HIDDEN
+
+
+def config(family: str, **overrides: Any) -> dict[str, Any]:
+    """Tiny configuration of a family, as its config.json would hold it."""
+    if family not in FAMILIES:
+        raise ParameterError("no tiny configuration", field="family", got=family, expected=sorted(FAMILIES))
+    own = FAMILIES[family]
+    if "text_config" in own:
+        return {"model_type": family, "text_config": {**COMMON, **own["text_config"], **overrides}}
+    return {"model_type": family, **COMMON, **own, **overrides}
+
+
+def build(family: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A random float32 model of this family. Every gate and every correction bias gets random values."""
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs.from_dict(config(family, **overrides)))
+    for block in find_blocks(model):
+        # Spread of about 1 in the logits, as after training; inputs are normalised.
+        block.matrix["weight"] = mx.random.normal((block.experts, block.matrix["weight"].shape[1])) / HIDDEN**0.5
+        if block.bias_owner is not None:
+            setattr(block.bias_owner, block.bias_name, 0.1 * mx.random.uniform(shape=(block.experts,)))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def save(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> nn.Module:
+    """Write a tiny model as a checkpoint (`config.json`, `model.safetensors`) and return it."""
+    model = build(family, seed=seed, **overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config(family, **overrides))
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    return model
