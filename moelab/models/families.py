@@ -160,7 +160,7 @@ class RoutingFamily:
         for k in range(ids.shape[-1]):
             one = ids[..., k : k + 1]
             best = np.take_along_axis(left, one, -1)
-            far = (best - logits) / np.maximum(np.abs(logits), best) > 2 * self.jitter
+            far = best - logits > 2 * self.jitter * np.maximum(np.abs(logits), best)
             picked.append(np.take_along_axis(_softmax(np.where(far, -np.inf, left)), one, -1))
             np.put_along_axis(left, one, -np.inf, -1)
         return np.concatenate(picked, -1)
