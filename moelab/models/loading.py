@@ -18,9 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
-from ..artifacts import digest_bytes, digest_file, digest_json, read_json, root
+from ..artifacts import root
 from ..errors import GeometryError, MissingArtifactError, ParameterError, UnsupportedModelError
+from ..files import digest_file, digest_json, read_json
 from .blocks import Block, find_blocks, host
 from .families import RoutingFamily
 from .taps import Tap, tap
@@ -121,22 +123,23 @@ class LoadedModel:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """`model` (configuration and every weight file), `tokenizer` (files and behaviour), `template`."""
-        files = sorted(self.path.glob("model*.safetensors"))
-        model = {"config": read_json(self.path / "config.json"), "files": {f.name: digest_file(f) for f in files}}
-        names = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
-        tokenizer = {
-            "files": {n: digest_file(self.path / n) for n in names if (self.path / n).is_file()},
-            "probe": [int(i) for i in self.tokenizer.encode(PROBE)],
-            "end": sorted(int(i) for i in self.tokenizer.eos_token_ids),
-        }
-        template = getattr(self.tokenizer, "chat_template", None) or ""
-        template = template if isinstance(template, str) else digest_json(template)
-        return {
-            "model": digest_json(model),
-            "tokenizer": digest_json(tokenizer),
-            "template": digest_bytes(template.encode()),
-        }
+        """`model` (configuration and every weight file), `tokenizer` and `template` (their behaviour).
+
+        A tokenizer that can render no thread at all has template `none`.
+        """
+        files = {f.name: digest_file(f) for f in sorted(self.path.glob("model*.safetensors"))}
+        model = digest_json({"config": read_json(self.path / "config.json"), "files": files})
+        from ..threads import template_digest, tokenizer_digest
+
+        try:
+            return {
+                "model": model,
+                "tokenizer": tokenizer_digest(self.tokenizer),
+                "template": template_digest(self.tokenizer),
+            }
+        except UnsupportedModelError:
+            probe = [int(i) for i in self.tokenizer.encode(PROBE)]
+            return {"model": model, "tokenizer": digest_json(probe), "template": "none"}
 
     def make_cache(self) -> list[Any]:
         """A fresh, empty cache for one sequence (or one batch of equally long ones)."""
@@ -210,17 +213,18 @@ def find(model: str | Path) -> Path:
     return Path(_download(str(model)))
 
 
-def load(model: str | Path, *, precision: str = "float32") -> LoadedModel:
+def load(model: str | Path, *, precision: str = "float32", cast_experts: bool = False) -> LoadedModel:
     """Load a mixture-of-experts checkpoint.
 
-    `precision`: weights (and so activations) are cast to `float32` (default: half-precision experts do
-    not run on the CPU), `float16` or `bfloat16`; `stored` leaves them as they are. Quantised experts
-    stay quantised.
+    `precision`: weights (and so activations) are cast to `float32` (default), `float16` or `bfloat16`;
+    `stored` leaves them as they are. Quantised experts stay quantised. mlx's expert product takes only
+    float32 on the CPU: with `cast_experts` half-precision experts are rounded to that precision but
+    multiplied in float32, and `LoadedModel.precision` says so.
 
     Raises:
         MissingArtifactError: nothing to load there.
         UnsupportedModelError: mlx-lm cannot read this layout (unmatched keys listed), the family has no
-            MoE layer, or it is one of `REFUSED`.
+            MoE layer or is one of `REFUSED`, or this device cannot run the experts in this precision.
     """
     if precision not in PRECISIONS:
         raise ParameterError("unknown precision", field="precision", got=precision, expected=PRECISIONS)
@@ -230,10 +234,13 @@ def load(model: str | Path, *, precision: str = "float32") -> LoadedModel:
     try:
         network, config = load_model(path, lazy=True)
     except (ValueError, KeyError, FileNotFoundError) as error:
-        raise UnsupportedModelError("mlx-lm cannot read this checkpoint", file=path, got=str(error)) from error
+        raise UnsupportedModelError(
+            "mlx-lm cannot read this checkpoint", file=path, got=str(error), expected="a layout and family it knows"
+        ) from error
     blocks = find_blocks(network)
     geometry = measure(blocks)
     cast(network, precision)
+    precision += widen_experts(blocks, path, allowed=cast_experts)
     mx.eval(network.parameters())
     tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     return LoadedModel(network, tokenizer, path.resolve().name, path, precision, config, blocks, geometry)
@@ -248,6 +255,38 @@ def cast(network: nn.Module, precision: str) -> None:
     weights = tree_flatten(network.parameters())
     changed = [(k, v.astype(dtype)) for k, v in weights if mx.issubdtype(v.dtype, mx.floating) and keep(k)]
     network.update(tree_unflatten(changed))
+
+
+class CastSwitchLinear(SwitchLinear):
+    """Expert product that widens its input to float32 and rounds its output back."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        return super().__call__(x.astype(mx.float32), indices, sorted_indices).astype(x.dtype)
+
+
+def widen_experts(blocks: list[Block], path: Path, *, allowed: bool) -> str:
+    """Make half-precision experts run on the CPU; returns what that adds to the name of the precision.
+
+    Raises:
+        UnsupportedModelError: they would not run, and the cast is not allowed.
+    """
+    products = [p for b in blocks for p in b.switch.children().values() if type(p) is SwitchLinear]
+    narrow = [p for p in products if p["weight"].dtype != mx.float32]
+    if not narrow or "cpu" not in str(mx.default_device()):
+        return ""
+    if not allowed:
+        raise UnsupportedModelError(
+            "mlx multiplies unquantised experts only in float32 on the CPU",
+            file=path,
+            field="precision",
+            got=str(narrow[0]["weight"].dtype),
+            expected="float32",
+            fix="load with precision='float32', or with cast_experts=True to round weights but multiply in float32",
+        )
+    for product in narrow:
+        product.update({name: value.astype(mx.float32) for name, value in product.items()})
+        product.__class__ = CastSwitchLinear
+    return "+float32-experts"
 
 
 def measure(blocks: list[Block]) -> MoEGeometry:

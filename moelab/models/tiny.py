@@ -4,7 +4,7 @@ They prove paths, not findings: taps, streaming and parity are tested on them at
 that a family starts at zero (every route would tie) get random values, and so do correction biases.
 
     model = build("deepseek_v3", seed=0)      # runs, no files
-    save("deepseek_v3", folder)                # a checkpoint that `load` reads (tokenizer not included)
+    save("deepseek_v3", folder)                # a checkpoint that `load` reads
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..artifacts import write_json
 from ..errors import ParameterError
+from ..files import write_json
 from .blocks import find_blocks
 from .tiny_configs import COMMON, FAMILIES, HIDDEN
+
+ROLE_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>")
 
 
 def config(family: str, **overrides: Any) -> dict[str, Any]:
@@ -49,9 +51,25 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
 
 
 def save(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> nn.Module:
-    """Write a tiny model as a checkpoint (`config.json`, `model.safetensors`) and return it."""
+    """Write a tiny model as a checkpoint that `load` reads, with a byte tokenizer, and return it."""
     model = build(family, seed=seed, **overrides)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "config.json", config(family, **overrides))
+    write_json(folder / "config.json", {**config(family, **overrides), "eos_token_id": 0})
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    save_tokenizer(folder)
     return model
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of the five role tokens (ids 0-4) and the 256 bytes (ids 5-260)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*ROLE_TOKENS, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ROLE_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": ROLE_TOKENS[0], "model_max_length": 2048},
+    )

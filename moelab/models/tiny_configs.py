@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-VOCABULARY, HIDDEN, EXPERTS, TOP_K = 256, 64, 16, 4
+VOCABULARY, HIDDEN, EXPERTS, TOP_K = 264, 64, 16, 4
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
