@@ -128,10 +128,8 @@ def contour(frame: pd.DataFrame, *, x: str, y: str, value: str, alt: str, level:
     columns, rows = table.columns.to_numpy(float), table.index.to_numpy(float)
     filled = axes.contourf(columns, rows, table.to_numpy(), levels=12, cmap="viridis")
     figure.colorbar(filled, ax=axes, label=readable(value))
-    low, high = np.nanmin(table.to_numpy()), np.nanmax(table.to_numpy())
-    if low < level < high:  # outside of it there is no line to draw, and matplotlib would warn
-        line = axes.contour(columns, rows, table.to_numpy(), levels=[level], colors="white", linewidths=2.5)
-        axes.clabel(line, fmt=f"{value} = {level:g}")
+    line = axes.contour(columns, rows, table.to_numpy(), levels=[level], colors="white", linewidths=2.5)
+    axes.clabel(line, fmt=f"{value} = {level:g}")
     axes.set_xlabel(readable(x))
     axes.set_ylabel(readable(y))
     return _finish(figure, axes, None)

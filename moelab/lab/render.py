@@ -100,7 +100,8 @@ def index(folder: Path, record: RunRecord) -> None:
         name = entry.name.replace("_", " ", 1)
         if executed.is_file():
             notebook = notebooks.load(executed)
-            name = f"{entry.name[:2]} {title(notebook, executed)}"
+            name = title(notebook, executed)
+            name = name if name.startswith(entry.name[:2]) else f"{entry.name[:2]} {name}"
             plots += [{**plot, "title": name, "href": page} for plot in _figures(notebook)[:1]]
         rows.append(
             {

@@ -52,6 +52,16 @@ def test_tag_must_sit_on_the_first_code_cell(world):
         notebooks.declared(world.notebooks / "20_first.ipynb")
 
 
+def test_tag_on_another_cell_is_not_enough(world):
+    # papermill would inject after the second cell, and what the first assigned would already be used
+    world.edit("20_first.ipynb", 2, lab_world.FIRST[2].source, tags=["parameters"])
+    with pytest.raises(ParameterError, match="got: \\[0, 1\\]"):
+        notebooks.declared(world.notebooks / "20_first.ipynb")
+    world.edit("20_first.ipynb", 1, lab_world.FIRST[1].source, tags=["keep_output"])
+    with pytest.raises(ParameterError, match="got: \\[1\\]"):
+        notebooks.declared(world.notebooks / "20_first.ipynb")
+
+
 @pytest.mark.parametrize(
     "imports",
     [

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import lab_world
 import nbformat
@@ -156,6 +157,18 @@ def test_second_run_starts_no_kernel(finished, no_kernels):
     assert said.count("unchanged since it last ran") == 2
 
 
+def test_another_digest_or_an_unfinished_run_counts_for_nothing(finished, tmp_path):
+    world, result, _ = finished
+    executed, digest = world.root / "reports" / "tiny" / "20.ipynb", result.notebooks[0].digest
+    assert running.previous(executed, digest) == result.notebooks[0]
+    assert running.previous(executed, digest[::-1]) is None
+    assert running.previous(tmp_path / "20.ipynb", digest) is None
+    notebook = nbformat.read(executed, as_version=4)
+    notebook.metadata[running.METADATA_KEY]["status"] = "failed"
+    nbformat.write(notebook, tmp_path / "20.ipynb")
+    assert running.previous(tmp_path / "20.ipynb", digest) is None
+
+
 def test_missing_page_is_rendered_without_a_kernel(finished, no_kernels):
     world, _, _ = finished
     page = world.root / "reports" / "tiny" / "20.html"
@@ -230,7 +243,7 @@ def test_gate_notebook_must_publish_a_verdict_for_each_model(world):
 
 
 def test_interrupt_ends_the_kernels(world, monkeypatch):
-    world.edit("20_first.ipynb", 4, "import time\ntime.sleep(60)")
+    world.edit("20_first.ipynb", 4, "import time\ntime.sleep(300)")
     reached = threading.Event()
     monkeypatch.setattr(running.Progress, "cell", lambda self, name, k, n: k == 5 and reached.set())
 
@@ -239,8 +252,10 @@ def test_interrupt_ends_the_kernels(world, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(running, "wait", wait)
+    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        run()  # returns at once, not after the sleep
+        run()
+    assert time.monotonic() - started < 200  # a kernel that was not ended sleeps on for 300 s
 
 
 # ---------------------------------------------------------------- the record

@@ -68,6 +68,15 @@ def test_frame_survives_parquet_and_is_checked_on_both_sides(tmp_path):
         tables.read_frame(tmp_path / "h.parquet", Cells)
 
 
+def test_what_parquet_changes_is_not_written(tmp_path, monkeypatch):
+    frame = pd.DataFrame({"control": ["a"], "recall": [0.5]})
+    read = pd.read_parquet
+    monkeypatch.setattr(pd, "read_parquet", lambda path: read(path).assign(recall=0.25))
+    with pytest.raises(RecordError, match="what was written is not what was given"):
+        tables.write_frame(tmp_path / "f.parquet", frame, Cells)
+    assert not list(tmp_path.iterdir())
+
+
 def test_integer_categories_that_parquet_would_change_are_refused(tmp_path):
     class Free(pa.DataFrameModel):
         k: Series[pa.Category]
