@@ -1,0 +1,160 @@
+"""`moelab doctor`: what this machine is, how fast it is, and whether it computes the right thing.
+
+Speeds come from processes of their own, one a BLAS, since the choice is made once a process. They are
+measurements of one moment on a machine that may be shared: they say which identity is faster, and by about
+how much, never whether a gate passes.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .. import artifacts
+from ..errors import IdentityError, MoelabError
+
+PREFILL_TOKENS, DECODE_TOKENS, REPEATS = 256, 32, 3
+
+
+def machine(model: str = "softmax", *, say: Callable[[str], None] = print) -> int:
+    """Print the report; 0 if every known answer is right, 1 if one is wrong or an identity cannot run."""
+    from ..models import find_openblas, run_workers
+
+    for line in description():
+        say(line)
+    healthy = True
+    choices = ["reference"] if platform.system() == "Linux" else ["auto"]
+    if platform.system() == "Linux":
+        if find_openblas():
+            choices.append("openblas")
+        else:
+            say("OpenBLAS    not found: prefill will be several times slower (Debian: libopenblas0-pthread)")
+    for blas in choices:
+        try:
+            (found,) = run_workers(speed, [{"model": model}], blas=blas, workers=1)
+        except MoelabError as error:
+            say(f"{blas:<11} {error}")
+            healthy = False
+            continue
+        say(speed_line(found))
+        say(f"{'':<11} {found['self_test']}")
+        healthy &= found["right"]
+    for line in disk():
+        say(line)
+    return 0 if healthy else 1
+
+
+def description() -> list[str]:
+    """Machine, memory and libraries, one line each."""
+    import psutil
+
+    from ..models.runtime import LIBRARIES, compile_mode
+
+    versions = {name: _version(name) for name in (*LIBRARIES, "torch")}
+    memory = psutil.virtual_memory().total / 2**30
+    return [
+        f"machine     {platform.system()} {platform.machine()}, {psutil.cpu_count()} cores, {memory:.0f} GiB memory",
+        f"libraries   {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        f"compile     {compile_mode()} (mx.compile makes kernels with g++ at run time; without it they stay unfused)",
+    ]
+
+
+def _version(name: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def speed(model: str) -> dict[str, Any]:
+    """Rates, cost of one synchronisation and the self-test; run in a process of its own.
+
+    Keys: `identity`, `prefill_tok_s`, `decode_tok_s`, `sync_us`, `right` (bool), `self_test` (in words).
+    """
+    import mlx.core as mx
+    import numpy as np
+
+    from ..models import load, runtime_identity
+
+    loaded = load(model)
+    rng = np.random.default_rng(0)
+    tokens = mx.array(rng.integers(0, loaded.config["vocab_size"], (1, PREFILL_TOKENS)))
+
+    def prefill() -> float:
+        cache, began = loaded.make_cache(), time.perf_counter()
+        mx.eval(loaded.model(tokens, cache=cache))
+        return time.perf_counter() - began
+
+    def decode() -> float:
+        cache = loaded.make_cache()
+        mx.eval(loaded.model(tokens[:, :8], cache=cache))
+        began = time.perf_counter()
+        for position in range(DECODE_TOKENS):
+            mx.eval(loaded.model(tokens[:, position : position + 1], cache=cache))
+        return time.perf_counter() - began
+
+    prefill()  # kernels are made and weights are touched on the first pass
+    decode()
+    return {
+        "identity": runtime_identity(),
+        "prefill_tok_s": PREFILL_TOKENS / statistics.median(prefill() for _ in range(REPEATS)),
+        "decode_tok_s": DECODE_TOKENS / statistics.median(decode() for _ in range(REPEATS)),
+        "sync_us": 1e6 * _synchronisation(mx),
+        **_self_test(loaded),
+    }
+
+
+def _self_test(loaded: Any) -> dict[str, Any]:
+    from ..models import self_test
+
+    try:
+        found = self_test(loaded)
+    except IdentityError as error:
+        return {"right": False, "self_test": f"WRONG: {error}"}
+    answers = f"{found['answers']} known answers right" if found["answers"] else "no known answers shipped"
+    return {"right": True, "self_test": f"self-test: {answers}, kernel error {found['kernel_error']:.1g}"}
+
+
+def _synchronisation(mx: Any) -> float:
+    """Median seconds of evaluating the smallest possible graph: what each forced `mx.eval` costs."""
+    times = []
+    for k in range(300):
+        small = mx.array(float(k)) + 1
+        began = time.perf_counter()
+        mx.eval(small)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[50:])
+
+
+def speed_line(found: dict[str, Any]) -> str:
+    identity = found["identity"]
+    return (
+        f"{identity['blas'].split()[0]:<11} prefill {found['prefill_tok_s']:,.0f} tok/s, "
+        f"decode {found['decode_tok_s']:,.0f} tok/s, sync {found['sync_us']:.0f} us "
+        f"({identity['blas']}, {identity['blas_threads']} threads, {identity['precision']}, {identity['device']})"
+    )
+
+
+def disk(folder: Path | None = None) -> list[str]:
+    """The disk under the artefacts, by read size and queue depth."""
+    from ..disk import measure
+
+    folder = folder or artifacts.artifacts_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        profile = measure(scratch, seconds=0.2, repeats=3)
+    lines = [f"disk        {profile.method}, read size by reads in flight: MB/s (median ms of one read)"]
+    for size in profile.sizes:
+        cells = [cell for cell in profile.cells if cell.size == size]
+        rates = ", ".join(f"{cell.depth}: {cell.mb_per_s:,.0f} ({cell.ms:.2f})" for cell in cells)
+        lines.append(f"{size // 1024:>6} KiB   {rates}")
+    if profile.device_share is not None and profile.device_share < 0.5:
+        lines.append("            most of it came from memory, not from the device: these are not the disk's figures")
+    return lines
