@@ -10,6 +10,7 @@ that a family starts at zero (every route would tie) get random values, and so d
 from __future__ import annotations
 
 import importlib
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,13 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
 def save(family: str, folder: Path, *, seed: int = 0, **overrides: Any) -> nn.Module:
     """Write a tiny model as a checkpoint that `load` reads, with a byte tokenizer, and return it."""
     model = build(family, seed=seed, **overrides)
-    write_json(folder / "config.json", {**config(family, **overrides), "eos_token_id": 0})
+    arguments = {field.name: field for field in fields(importlib.import_module(f"mlx_lm.models.{family}").ModelArgs)}
+    needed = {
+        name: value
+        for name, value in config(family, **overrides).items()
+        if name in arguments and (value is not None or arguments[name].default is MISSING)
+    }
+    write_json(folder / "config.json", {**needed, "eos_token_id": 0})
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
     save_tokenizer(folder)
     return model

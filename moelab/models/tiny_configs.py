@@ -97,6 +97,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
     "bailing_moe_v3": {**_LATENT_ATTENTION, "layer_group_size": 3},
+    "dbrx": {
+        "d_model": HIDDEN,
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "n_layers": 2,
+        "n_heads": 4,
+    },
     "deepseek": {"moe_layer_freq": 1, "num_key_value_heads": 4},
     "deepseek_v2": {
         **_LATENT_ATTENTION,

@@ -1,0 +1,62 @@
+"""Functions that worker processes import: the jobs of the tests on `run_workers`."""
+
+import os
+import signal
+import sys
+import time
+
+
+def square(x):
+    from moelab.models import report_progress
+
+    report_progress({"began": x})
+    return x * x
+
+
+def identity(precision="float32"):
+    from moelab.models import runtime_identity
+
+    return {
+        "early": "mlx.core" in sys.modules,
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        **runtime_identity(precision),
+    }
+
+
+def matmul_rows(rows):
+    """Largest difference between a product of many rows and the same rows one by one, in float32."""
+    import mlx.core as mx
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    a, b = (mx.array(rng.normal(size=shape).astype(np.float32)) for shape in ((rows, 300), (300, 130)))
+    together, alone = a @ b, mx.concatenate([a[i : i + 1] @ b for i in range(rows)])
+    return float(mx.abs(together - alone).max())
+
+
+def routes(name, tokens):
+    import mlx.core as mx
+
+    from moelab.models import load, self_test
+
+    lm = load(name)
+    answers = self_test(lm)["answers"]
+    with lm.tap() as tap:
+        lm.model(mx.array(tokens)[None])
+        return answers, tap.take().ids.tolist()
+
+
+def refuse(field):
+    from moelab.errors import GeometryError
+
+    raise GeometryError("made to fail", file="f", field=field, got=1, expected=2, fix="none")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep_then_mark(folder, name, seconds):
+    time.sleep(seconds)
+    (folder / name).touch()
+    return name
