@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from observations import RUNTIME, E, K, L, observation
 
+from moelab.artifacts import encode_tensors
 from moelab.errors import GeometryError, OwnershipError, RecordError
 from moelab.flywheel.observe import Authorisation, from_bytes, to_bytes
 from moelab.flywheel.proposals import (
@@ -160,3 +161,10 @@ def test_altered_proposals_are_refused():
     for place in range(0, len(data), 7):
         with pytest.raises(RecordError):
             proposals_from_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], file="f")
+
+
+def test_altered_content_under_a_correct_file_seal_is_refused():
+    made = proposals().sealed()
+    raw = msgspec.to_builtins(made.header) | {"drafter": "another"}
+    with pytest.raises(RecordError, match="payload altered; file: f; field: payload; got: "):
+        proposals_from_bytes(encode_tensors(made.arrays, raw), file="f")

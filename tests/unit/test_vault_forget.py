@@ -37,6 +37,12 @@ def world(tmp_path, monkeypatch):
     shards = artifacts.build("shards", inputs={"observations": observations.content}, params={}, make=shard)
     checkpoint = artifacts.build("train", inputs={"snapshot": {"shards": [shards.content]}}, params={}, make=shard)
     unrelated = artifacts.build("shards", inputs={"observations": "d" * 64}, params={}, make=shard)
+    own = artifacts.build(
+        "observations",
+        inputs={},
+        params={"thread": GONE},
+        make=lambda folder: vault.write(folder / record_name(GONE, "9"), b"text") or {},
+    )
     table = artifacts.build("tables", inputs={}, params={"threads": [GONE]}, make=shard)
     half = tmp_path / "shards" / "0123.partial"
     half.mkdir()
@@ -45,13 +51,13 @@ def world(tmp_path, monkeypatch):
     for thread in (GONE, KEPT):
         vault.write(started / record_name(thread, "0"), b"text")
     world = dict(vault=vault, root=tmp_path, observations=observations, shards=shards, checkpoint=checkpoint)
-    return world | dict(unrelated=unrelated, table=table, half=half, started=started)
+    return world | dict(unrelated=unrelated, own=own, table=table, half=half, started=started)
 
 
 def test_what_is_derived_is_found(world):
-    found = {world[name].path for name in ("observations", "shards", "checkpoint", "table")}
+    found = {world[name].path for name in ("observations", "shards", "checkpoint", "table", "own")}
     assert set(derived(world["root"], GONE)) == found
-    assert set(derived(world["root"], KEPT)) == found - {world["table"].path}
+    assert set(derived(world["root"], KEPT)) == found - {world["table"].path, world["own"].path}
     assert derived(world["root"], "e" * 16) == []
 
 
@@ -64,7 +70,7 @@ def test_forgetting_is_proved(world):
     proof = forget(vault, GONE, root=root)
 
     assert proof.holds and proof.thread == GONE and proof.key == public
-    assert proof.records == digests and len(records) == 3
+    assert proof.records == digests and len(records) == 4
     assert proof.attempts == dict.fromkeys(records, "No matching keys found")
     folders = {name: world[name].path.relative_to(root).as_posix() for name in ("observations", "shards", "checkpoint")}
     assert proof.amended == (folders["observations"],)
@@ -72,6 +78,7 @@ def test_forgetting_is_proved(world):
         folders["shards"],
         folders["checkpoint"],
         world["table"].path.relative_to(root).as_posix(),
+        world["own"].path.relative_to(root).as_posix(),  # its very parameters name the thread
         "shards/0123.partial",
     }
     assert proof.mentions == ()
@@ -79,9 +86,10 @@ def test_forgetting_is_proved(world):
     # The world agrees with the proof.
     left = [path for path in root.rglob("*") if path.is_file() and not path.is_relative_to(vault.folder)]
     assert not [path for path in left if GONE in path.name or GONE.encode() in path.read_bytes()]
-    assert not any(world[name].path.exists() for name in ("shards", "checkpoint", "table"))
+    assert not any(world[name].path.exists() for name in ("shards", "checkpoint", "table", "own"))
     assert not world["half"].exists()
     for name, cipher in copies.items():  # a copy from a backup opens with no key that is left
+        (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(cipher)
         with pytest.raises(VaultError, match="thread was forgotten"):
             vault.open(root / name)
