@@ -84,8 +84,8 @@ def speed(model: str) -> dict[str, Any]:
     from ..models import load, runtime_identity
 
     loaded = load(model)
-    rng = np.random.default_rng(0)
-    tokens = mx.array(rng.integers(0, loaded.config["vocab_size"], (1, PREFILL_TOKENS)))
+    vocabulary = loaded.model(mx.array([[0]])).shape[-1]
+    tokens = mx.array(np.random.default_rng(0).integers(0, vocabulary, (1, PREFILL_TOKENS)))
 
     def prefill() -> float:
         cache, began = loaded.make_cache(), time.perf_counter()

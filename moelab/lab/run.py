@@ -40,11 +40,12 @@ def run(
     seed: int | None = None,
     workers: int | None = None,
     name: str | None = None,
+    into: Path | None = None,
     folder: Path | None = None,
     dag: tuple[Node, ...] = DAG,
     say: Callable[[str], None] = print,
 ) -> RunRecord:
-    """Run the notebooks (default: all but the smoke-only ones) and write `reports/<name>/`.
+    """Run the notebooks (default: all but the smoke-only ones) and write `reports/<name>/`, or the folder `into`.
 
     Returns the record that was written as `verdicts.json`. A failing notebook does not stop those that
     do not depend on it; it still becomes a page, and its record names the cell.
@@ -53,28 +54,26 @@ def run(
         ParameterError: any notebook would get an unknown, mistyped or out-of-range parameter.
         MissingArtifactError: a notebook, a model or the threads do not exist.
     """
-    overrides = {"models": models, "threads": threads and _relative(threads), "seed": seed}
+    overrides = {"models": models, "threads": threads and _short(Path(threads).resolve()), "seed": seed}
     overrides = {key: value for key, value in overrides.items() if value is not None}
     jobs = plan(profile, overrides, only=only, folder=folder, dag=dag)
-    target = artifacts.root() / "reports" / (name or profile)
+    target = into or artifacts.root() / "reports" / (name or profile)
     target.mkdir(parents=True, exist_ok=True)
     workers = workers or min(2, os.cpu_count() or 1)
-    say(
-        f"{len(jobs)} notebooks at profile {profile}, {workers} at a time, into {target.relative_to(artifacts.root())}/"
-    )
+    say(f"{len(jobs)} notebooks at profile {profile}, {workers} at a time, into {_short(target)}/")
     with _threads_per_kernel(workers):
         entries = _execute_all(jobs, target, workers, say, dag)
     if only is not None:
         entries = _still_true(target, entries, profile, overrides, folder, dag) + entries
     result = collect(target, profile, entries)
     say(summary(result))
+    say(f"\n{_short(target)}/index.html")
     return result
 
 
-def _relative(path: str) -> str:
-    """A threads path as given on the command line, said relative to the repository root where it lies inside."""
-    full = Path(path).resolve()
-    return str(full.relative_to(artifacts.root())) if full.is_relative_to(artifacts.root()) else str(full)
+def _short(path: Path) -> str:
+    """A path relative to the repository root where it lies inside, since reports are read elsewhere."""
+    return str(path.relative_to(artifacts.root()) if path.is_relative_to(artifacts.root()) else path)
 
 
 # ---------------------------------------------------------------- during
@@ -272,4 +271,4 @@ def summary(result: RunRecord) -> str:
         lines.append("no verdicts")
     for entry in result.failures():
         lines.append(f"{entry.name} {entry.status}: {entry.cell} {entry.error}".rstrip())
-    return "\n".join([*lines, "", f"reports/{result.run}/index.html"])
+    return "\n".join(lines)

@@ -130,3 +130,38 @@ def test_module_runs_as_a_program():
     done = subprocess.run([sys.executable, "-m", "moelab", "--help"], capture_output=True, text=True, check=True)
     for verb in ("run", "gates", "report", "doctor", "forget"):
         assert verb in done.stdout
+
+
+# ---------------------------------------------------------------- forget
+
+LINE = (
+    '{"source":"moelab","license":"MIT","owner":"o-001","thread":"o-001-t1","i":%d,"role":"%s","lang":"en",'
+    '"ts":"2026-03-14T09:2%d:00Z","domain":"prose","text":"Words."}\n'
+)
+
+
+def test_forget_destroys_key_records_and_the_reports_that_show_the_thread(world, monkeypatch, capsys):
+    from moelab.flywheel.vault import Vault, record_name
+    from moelab.threads import read
+
+    monkeypatch.setenv("MOELAB_ARTIFACTS", str(world.root / "artifacts"))
+    threads = world.root / "mine.jsonl"
+    threads.write_text(LINE % (0, "user", 0) + LINE % (1, "assistant", 1))
+    (thread,) = read(threads)
+    record = world.root / "artifacts" / "observations" / "x" / record_name(thread.uid, "0")
+    Vault().write(record, b"token ids")
+    showing, other = write_run(world, "pass", name="showing"), write_run(world, "pass", name="other")
+    (showing / "20.html").write_text("a plot of o-001-t1")
+
+    assert main(["forget", "o-001-t1", "--threads", str(threads)]) == 0
+    said = capsys.readouterr().out
+    assert "key destroyed: age1" in said and "does not open" in said and "removed: showing" in said
+    assert not record.exists() and not showing.exists() and other.is_dir()
+    assert main(["forget", thread.uid, "--threads", str(threads)]) == 0  # again: nothing left to do
+
+
+def test_forget_refuses_a_name_that_is_no_thread(world, monkeypatch, capsys):
+    monkeypatch.setenv("MOELAB_ARTIFACTS", str(world.root / "artifacts"))
+    (world.root / "mine.jsonl").write_text(LINE % (0, "user", 0) + LINE % (1, "assistant", 1))
+    assert main(["forget", "../keys", "--threads", str(world.root / "mine.jsonl")]) == 3
+    assert "not a thread uid" in capsys.readouterr().err
