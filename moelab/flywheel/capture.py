@@ -13,7 +13,6 @@ any moment therefore leaves finished records and no half one, and starts again w
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +26,7 @@ from ..params import Options, param
 from ..routes import DECODED, PREFILLED
 from ..threads import Conversation, Rendered, Thread, read, render_sequences, stop_ids
 from . import plan as plans
-from . import split
+from . import split, stage
 from .engine import Engine, ResidentEngine, Tape, follow
 from .observe import Authorisation, Header, Observation, Turn, from_bytes, to_bytes
 from .vault import Vault, record_name, sweep
@@ -64,21 +63,21 @@ class CaptureOptions(Options):
         return {name: getattr(self, name) for name in ("seed", "temperature", "top_p", "max_new")}
 
 
-def capture(options: CaptureOptions, *, on_progress: Callable[[int, Any], None] | None = None) -> dict[str, Artifact]:
+def capture(options: CaptureOptions, *, on_progress: stage.Progress | None = None) -> dict[str, Artifact]:
     """Observations of every model, each captured in a process of its own under `options.blas`.
 
     Returns model → artefact of kind `observations`: encrypted records, and `index.json` that says what
     each one is. `on_progress(model index, {"done", "total"})` counts tokens.
     """
-    jobs = [{"model": model, "options": options} for model in options.models]
-    paths = models.run_workers(capture_model, jobs, blas=options.blas, on_progress=on_progress)
-    return {model: artifacts.open_artifact(path) for model, path in zip(options.models, paths, strict=True)}
+    return stage.run(
+        capture_model, options, {m: {} for m in options.models}, blas=options.blas, on_progress=on_progress
+    )
 
 
 def capture_model(model: str, options: CaptureOptions) -> Path:
     """Capture one model in this process, whose BLAS has been chosen; returns the artefact's folder."""
     loaded = models.load(model)
-    # models.self_test(loaded)
+    models.self_test(loaded)
     vault = Vault()
     threads, forgotten = living(select(read(artifacts.root() / options.threads), options.max_threads), vault)
     with ResidentEngine(loaded) as engine:

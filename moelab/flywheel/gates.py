@@ -221,7 +221,7 @@ def gate3(
     model: str,
     cell: str,
     difference: float,
-    standard_error: float,
+    standard_error: float | None,
     smallest_effect: float,
     wasted_learned: float,
     wasted_control: float,
@@ -235,22 +235,24 @@ def gate3(
 
     Args:
         difference, standard_error: recall of the learned predictor minus that of the control, paired,
-            clustered by thread.
+            clustered by thread; None for a single thread.
         smallest_effect: recall difference that matters.
         wasted_learned, wasted_control: bytes read and not used at the stated miss recall, net of the stated
             cache, per token.
-        missing: controls that could not be run; with any, the gate is refused.
+        missing: what could not be had; with anything in it, the gate is refused.
     """
+    missing = [*(missing or []), *(["a second thread"] if standard_error is None else [])]
+    error = standard_error or 0.0
     checks = {
-        f"recall gain {difference:.4f} is not above {sigmas:g} standard errors ({standard_error:.4f})": difference
-        > sigmas * standard_error,
+        f"recall gain {difference:.4f} is not above {sigmas:g} standard errors ({error:.4f})": difference
+        > sigmas * error,
         f"recall gain {difference:.4f} is below the smallest effect that matters, {smallest_effect:g}": difference
         >= smallest_effect,
         f"wastes {wasted_learned:.0f} bytes a token, the control {wasted_control:.0f}": wasted_learned < wasted_control,
     }
     wrong = [text for text, ok in checks.items() if not ok]
     if missing:
-        status, reason = REFUSED, "controls missing: " + ", ".join(missing)
+        status, reason = REFUSED, "evidence missing: " + ", ".join(missing)
     elif wrong:
         status, reason = FAIL, "; ".join(wrong)
     else:
@@ -267,7 +269,7 @@ def gate3(
             "wasted_bytes_control": wasted_control,
             **(figures or {}),
         },
-        standard_errors={"recall_gain": standard_error, **(standard_errors or {})},
+        standard_errors={"recall_gain": error, **(standard_errors or {})},
         thresholds={"sigmas": sigmas, "smallest_effect": smallest_effect},
         reason=reason,
         **evidence,

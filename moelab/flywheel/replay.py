@@ -16,7 +16,7 @@ Source: AFN-021, "Clean-path replay", "Do not store every large activation".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..artifacts import Artifact
 from ..errors import GateRefusedError, OwnershipError
 from ..params import Options, param
 from ..routes import CAPTURED, DECODED, REPLAYED, Routes, concat
-from . import parity
+from . import parity, stage
 from .batches import BatchShape
 from .batches import replay as replay_batches
 from .capture import INDEX, CaptureOptions, capture
@@ -113,9 +113,9 @@ class Records:
 
 
 def qualify(
-    options: ReplayOptions, *, on_progress: Callable[[int, Any], None] | None = None
+    options: ReplayOptions, *, on_progress: stage.Progress | None = None
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """Model → identity → figures of Gate 1. Identities that this machine lacks are reported as absent.
+    """Model → identity → figures of Gate 1. An identity that this machine lacks has the one figure `absent`.
 
     Figures: those of `parity.Parity.figures`, `largest_exact_chunk`, `chunk_mismatches`, `speeds`,
     `runtime`, and `recorded` (whether the decode side is the recorded capture).
@@ -124,18 +124,17 @@ def qualify(
     out: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in options.models}
     for blas in options.identities:
         if blas == "openblas" and models.find_openblas() is None:
+            absent = "OpenBLAS is not installed (libopenblas0-pthread, or MOELAB_OPENBLAS)"
             for model in options.models:
-                out[model][blas] = {"absent": "OpenBLAS is not installed (libopenblas0-pthread, or MOELAB_OPENBLAS)"}
+                out[model][blas] = {"absent": absent}
             continue
-        jobs = [{"model": model, "observations": observed[model].path, "options": options} for model in options.models]
-        for model, path in zip(
-            options.models, models.run_workers(qualify_model, jobs, blas=blas, on_progress=on_progress), strict=True
-        ):
-            out[model][blas] = artifacts.read_json(artifacts.open_artifact(path).file("parity.json"))
+        jobs = {model: {"observations": observed[model]} for model in options.models}
+        for model, found in stage.run(qualify_model, options, jobs, blas=blas, on_progress=on_progress).items():
+            out[model][blas] = artifacts.read_json(found.file("parity.json"))
     return out
 
 
-def qualify_model(model: str, observations: Path, options: ReplayOptions) -> Path:
+def qualify_model(model: str, options: ReplayOptions, observations: Path) -> Path:
     """One model under this process's BLAS; returns the folder of a `parity` artefact."""
     loaded = models.load(model)
     records = Records(artifacts.open_artifact(observations))
@@ -204,23 +203,20 @@ def label_identity(figures: dict[str, dict[str, Any]], options: ReplayOptions) -
 # ---------------------------------------------------------------- shards
 
 
-def replay(options: ReplayOptions, *, on_progress: Callable[[int, Any], None] | None = None) -> dict[str, Artifact]:
+def replay(options: ReplayOptions, *, on_progress: stage.Progress | None = None) -> dict[str, Artifact]:
     """Route shards of every model, labelled as the module text says. Model → artefact of kind `routes`."""
     observed = capture(options.upstream(CaptureOptions))
     qualified = qualify(options, on_progress=on_progress)
-    out = {}
-    for model in options.models:
-        blas = label_identity(qualified[model], options)
-        out[model] = (blas or "reference", blas is not None)
-    paths: dict[str, Path] = {}
-    for blas in sorted({blas for blas, _ in out.values()}):
-        group = [model for model in options.models if out[model][0] == blas]
-        jobs = [{"model": m, "observations": observed[m].path, "options": options, "exact": out[m][1]} for m in group]
-        paths |= zip(group, models.run_workers(replay_model, jobs, blas=blas, on_progress=on_progress), strict=True)
-    return {model: artifacts.open_artifact(paths[model]) for model in options.models}
+    exact = {model: label_identity(qualified[model], options) for model in options.models}
+    out: dict[str, Artifact] = {}
+    for blas in sorted({exact[model] or "reference" for model in options.models}):
+        group = [model for model in options.models if (exact[model] or "reference") == blas]
+        jobs = {m: {"observations": observed[m], "exact": exact[m] is not None} for m in group}
+        out |= stage.run(replay_model, options, jobs, blas=blas, on_progress=on_progress)
+    return {model: out[model] for model in options.models}
 
 
-def replay_model(model: str, observations: Path, options: ReplayOptions, exact: bool) -> Path:
+def replay_model(model: str, options: ReplayOptions, observations: Path, exact: bool) -> Path:
     """One model under this process's BLAS; returns the folder of a `routes` artefact.
 
     `exact`: this identity passed Gate 1. Otherwise prefilled rows get no label and are left out, counted.

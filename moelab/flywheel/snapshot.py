@@ -14,7 +14,6 @@ Source: AFN-021, "Split threads before creating windows" and Gate 2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -28,7 +27,7 @@ from ..errors import OwnershipError
 from ..params import Options, param
 from ..routes import DECODED, Routes
 from ..threads import SYSTEM
-from . import dedup
+from . import dedup, stage
 from .capture import CaptureOptions, capture
 from .observe import Observation
 from .replay import Records, ReplayOptions, read_routes, replay
@@ -52,19 +51,15 @@ class SnapshotOptions(Options):
 # ---------------------------------------------------------------- building
 
 
-def snapshot(options: SnapshotOptions, *, on_progress: Callable[[int, Any], None] | None = None) -> dict[str, Artifact]:
+def snapshot(options: SnapshotOptions, *, on_progress: stage.Progress | None = None) -> dict[str, Artifact]:
     """Snapshots of every model: model → artefact of kind `snapshot`."""
-    observed = capture(options.upstream(CaptureOptions), on_progress=on_progress)
-    routes = replay(options.upstream(ReplayOptions), on_progress=on_progress)
-    jobs = [
-        {"model": m, "observations": observed[m].path, "routes": routes[m].path, "options": options}
-        for m in options.models
-    ]
-    paths = models.run_workers(snapshot_model, jobs, on_progress=on_progress)
-    return {model: artifacts.open_artifact(path) for model, path in zip(options.models, paths, strict=True)}
+    observed = capture(options.upstream(CaptureOptions))
+    routes = replay(options.upstream(ReplayOptions))
+    jobs = {m: {"observations": observed[m], "routes": routes[m]} for m in options.models}
+    return stage.run(snapshot_model, options, jobs, on_progress=on_progress)
 
 
-def snapshot_model(model: str, observations: Path, routes: Path, options: SnapshotOptions) -> Path:
+def snapshot_model(model: str, options: SnapshotOptions, observations: Path, routes: Path) -> Path:
     """One model in this process; returns the artefact's folder."""
     loaded = models.load(model)
     records, rows = Records(artifacts.open_artifact(observations)), artifacts.open_artifact(routes)
@@ -265,12 +260,14 @@ class Dataset:
         table: one entry a sequence; `routes.thread` indexes it.
         set_of_row: `i8[T]`, index into `SETS`, -1 for rows in no window.
         artifact: the snapshot; its `content` is what a predictor is bound to.
+        exact: whether replayed labels come from an identity that passed Gate 1.
     """
 
     routes: Routes
     table: list[dict[str, Any]]
     set_of_row: np.ndarray
     artifact: Artifact
+    exact: bool
 
     def rows(self, name: str, *, decoded: bool = False) -> np.ndarray:
         """`bool[T]`: rows of a set; with `decoded`, only those that a real decode labelled."""
@@ -301,4 +298,4 @@ def open_dataset(snapshot: Artifact, routes: Artifact) -> Dataset:
     set_of_row = np.full(rows.tokens, -1, np.int8)
     for start, stop, name in zip(windows["start"], windows["stop"], windows["set"], strict=True):
         set_of_row[start:stop] = name
-    return Dataset(rows, table, set_of_row, snapshot)
+    return Dataset(rows, table, set_of_row, snapshot, bool(routes.manifest.params["exact"]))

@@ -100,10 +100,6 @@ def assign(
     for name, fraction in (("runtime", runtime), ("validation", validation)):
         free = [owner for owner in order if owner not in chosen]
         chosen.update(dict.fromkeys(free[: min(count(fraction), len(free) - 1)], name))
-    rest = sorted(
-        (fact for fact in facts if fact.owner not in chosen), key=lambda fact: (fact.started, fact.thread)
-    )
+    rest = sorted((fact for fact in facts if fact.owner not in chosen), key=lambda fact: (fact.started, fact.thread))
     newest = {fact.thread for fact in rest[len(rest) - round(temporal * len(rest)) :]}
-    return {
-        fact.thread: chosen.get(fact.owner) or ("temporal" if fact.thread in newest else "train") for fact in facts
-    }
+    return {fact.thread: chosen.get(fact.owner) or ("temporal" if fact.thread in newest else "train") for fact in facts}
