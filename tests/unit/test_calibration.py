@@ -116,6 +116,7 @@ def test_blocks_masks_and_counted_rows():
     counted = np.arange(T) % 3 > 0
     kept = calibration(whole(probability[counted]), ids[counted], clusters[counted]).ece
     assert calibration(blocks, ids, clusters, counted=counted).ece == kept
+    assert calibration(blocks, ids, clusters, counted=clusters != 3).ece.clusters == 3
     mask = np.ones(ids.shape, bool)
     mask[:, 1, 0] = False
     masked = calibration(blocks, ids, clusters, mask=mask).ece
