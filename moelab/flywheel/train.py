@@ -1,30 +1,38 @@
 """Offline training of a predictor: seeded, resumable to the bit, on whatever device it is given.
 
-The objective follows AFN-021 ("A loss function that matches the I/O objective"), per row and layer:
+The objective follows AFN-021 ("A loss function that matches the I/O objective"), per token and layer:
 
     w_deadline(l) * L_rank  +  over * L_false_positive  +  calibration * L_confidence
 
-* `L_rank`: cross entropy of softmax(scores) against the native experts, weighted by a logarithmic
-  discount of their native rank, so the first-ranked expert counts most;
-* `L_false_positive`: probability mass given to experts that were not selected, i.e. bytes read for nothing;
-* `L_confidence`: binary cross entropy of sigmoid(score), which makes confidence thresholds meaningful.
+* `L_rank`, nats: for each native expert k, -log of its share against the experts that were *not* selected,
+  softplus(logsumexp(z_j, j not native) - z_k), averaged with a logarithmic discount of the native rank, so
+  that the first-ranked counts most. Native experts do not compete with each other: the usual cross entropy
+  over all experts makes them, which flattens the scores of the best and costs recall;
+* `L_false_positive`, experts: expected number read for nothing, the sum of sigmoid(z_j) over j not native;
+* `L_confidence`, nats per native expert: binary cross entropy of sigmoid(z), which makes thresholds mean
+  something.
 
-Nothing here draws from a global generator: the order of epoch `e` is a function of (seed, e), so a run
-killed anywhere resumes to the same weights.
+Nothing here draws from a global generator, starts a process or forks: the order of epoch `e` is a function
+of (seed, e) and the learning rate one of the step, so a run killed anywhere resumes to the same weights.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import GateRefusedError, GeometryError
-from .predictors import NearTermPredictor
+from ..artifacts import digest_json, digest_tensors, read_tensors, write_tensors
+from ..errors import GateRefusedError, GeometryError, IdentityError, RecordError
+from .calibrate import calibrate
+from .predictors import NearTermPredictor, anchored, as_tensor
+
+ANCHOR_ROWS = 4096
+"""Rows that the gate's first gain and bias are fitted on: two numbers a layer need no more."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +62,18 @@ class Examples:
         gate = None if self.gate_scores is None else self.gate_scores[index]
         return Examples(self.features[index], self.ids[index], gate)
 
+    def digest(self) -> str:
+        """Digest of the very arrays that are trained on."""
+        arrays = {"features": self.features, "ids": self.ids, "gate_scores": self.gate_scores}
+        return digest_tensors({name: value for name, value in arrays.items() if value is not None})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to train. `deadline` weighs layers; None weighs them equally."""
+    """How to train. `deadline` [L] weighs the rank term of layers; None weighs them equally."""
 
     epochs: int = 6
-    batch: int = 512
+    batch: int = 128
     learning_rate: float = 3e-3
     weight_decay: float = 0.01
     over: float = 0.05
@@ -68,19 +81,24 @@ class Recipe:
     seed: int = 0
     deadline: tuple[float, ...] | None = None
 
+    def __post_init__(self):
+        if min(self.epochs, self.batch) < 1:
+            got = (self.epochs, self.batch)
+            raise GeometryError("nothing would be trained", field="epochs, batch", got=got, expected=">= 1")
+
 
 def loss(scores: torch.Tensor, ids: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Mean objective of scores [T, L, E] against native ids i64 [T, L, K]. See the module text."""
     K = ids.shape[-1]
     discount = 1.0 / torch.log2(torch.arange(K, device=scores.device, dtype=scores.dtype) + 2.0)
-    rank = -(torch.log_softmax(scores, -1).gather(-1, ids) * (discount / discount.sum())).sum(-1)
+    others = scores.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+    rank = (torch.nn.functional.softplus(others - scores.gather(-1, ids)) * (discount / discount.sum())).sum(-1)
     target = torch.zeros_like(scores).scatter_(-1, ids, 1.0)
-    confidence = torch.nn.functional.binary_cross_entropy_with_logits(scores, target, reduction="none").sum(-1)
-    wasted = (torch.sigmoid(scores) * (1 - target)).sum(-1)
-    row = rank + recipe.over * wasted + recipe.calibration * confidence / K
+    wasted = (torch.sigmoid(scores) * (1.0 - target)).sum(-1)
+    confidence = torch.nn.functional.binary_cross_entropy_with_logits(scores, target, reduction="none").sum(-1) / K
     if recipe.deadline is not None:
-        row = row * torch.tensor(recipe.deadline, device=scores.device, dtype=scores.dtype)
-    return row.mean()
+        rank = rank * torch.tensor(recipe.deadline, device=scores.device, dtype=scores.dtype)
+    return (rank + recipe.over * wasted + recipe.calibration * confidence).mean()
 
 
 def fit(
@@ -88,85 +106,163 @@ def fit(
     examples: Examples,
     recipe: Recipe,
     *,
-    gate1: str = "pass",
+    gate1: str = "refused",
     device: str = "cpu",
     checkpoint: str | Path | None = None,
+    checkpoint_steps: int | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
 ) -> list[float]:
-    """Train in place and return the mean loss of each epoch run here.
+    """Train in place and return the mean loss of each epoch.
 
-    `gate1` is the verdict on the labels: anything but "pass" is refused. With `checkpoint`, the state is
-    written there after every epoch and picked up again if the file exists.
+    `gate1` is the verdict on the labels: anything but "pass" is refused, silence too. With `checkpoint`, the
+    state is written there every `checkpoint_steps` steps (None: every epoch) and picked up again if the
+    file exists; killed at any moment and started again, the run ends with the same weights and the same
+    history, to the bit on the same device and number of threads. `on_step(step, steps, loss)` follows it.
+
+    A predictor whose head is untrained first gets the gain and offset per layer that make its gate a
+    probability: no ranking changes, and training need not spend its steps on finding them.
 
     Raises:
-        GateRefusedError: the labels come from a replay that is not exact.
+        GateRefusedError: the labels are not known to be exact.
+        GeometryError: examples of another shape than the predictor's.
+        RecordError: an id out of range or twice in a row, or a loss that is not finite.
+        IdentityError: the checkpoint belongs to another recipe, predictor or set of examples.
     """
     if gate1 != "pass":
         raise GateRefusedError(
-            "labels are not exact: replay did not pass Gate 1",
+            "labels are not known to be exact: Gate 1 has not passed for them",
             field="gate1",
             got=gate1,
             expected="pass",
             fix="use an identity whose Gate 1 is exact, or decode-captured labels only",
         )
-    steps = -(-len(examples) // recipe.batch)
-    total = steps * recipe.epochs
+    _check(model, examples, recipe)
+    per_epoch = -(-len(examples) // recipe.batch)
+    total = per_epoch * recipe.epochs
     model.to(device).train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: max(0.0, 1.0 - step / max(1, total)))
-    first = _restore(checkpoint, model, optimiser, schedule)
-    history = []
-    for epoch in range(first, recipe.epochs):
+    saved = _Checkpoint(checkpoint, model, examples, recipe)
+    optimiser = _optimiser(model, recipe)
+    losses = saved.restore(optimiser)
+    if losses is None:
         losses = []
-        for step, batch in enumerate(_batches(examples, recipe, epoch, device)):
-            features, gate, ids = batch
-            optimiser.zero_grad(set_to_none=True)
-            value = loss(model(features, gate), ids, recipe)
-            value.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimiser.step()
-            schedule.step()
-            losses.append(float(value.detach()))
-            if on_step is not None:
-                on_step(epoch * steps + step + 1, total, losses[-1])
-        history.append(float(np.mean(losses)))
-        _store(checkpoint, model, optimiser, schedule, epoch + 1)
+        _anchor(model, examples)
+    order = None
+    for step in range(len(losses), total):
+        epoch, part = divmod(step, per_epoch)
+        if part == 0 or order is None:
+            order = np.random.default_rng((recipe.seed, epoch)).permutation(len(examples))
+        batch = examples.rows(np.sort(order[part * recipe.batch : (part + 1) * recipe.batch]))
+        losses.append(_step(model, optimiser, batch, recipe, step, total))
+        if (step + 1) % (checkpoint_steps or per_epoch) == 0:
+            saved.store(optimiser, losses)
+        if on_step is not None:
+            on_step(step + 1, total, losses[-1])
     model.eval().to("cpu")
-    return history
+    return [float(mean) for mean in np.reshape(losses, (recipe.epochs, per_epoch)).mean(1)]
 
 
-def _batches(examples: Examples, recipe: Recipe, epoch: int, device: str) -> Iterator[tuple]:
-    order = np.random.default_rng((recipe.seed, epoch)).permutation(len(examples))
-    for start in range(0, len(order), recipe.batch):
-        part = examples.rows(np.sort(order[start : start + recipe.batch]))
-        gate = None if part.gate_scores is None else _tensor(part.gate_scores, device)
-        # Ids are widened here: torch has no arithmetic on unsigned 16-bit integers.
-        yield _tensor(part.features, device), gate, torch.from_numpy(part.ids.astype(np.int64)).to(device)
+def _check(model: NearTermPredictor, examples: Examples, recipe: Recipe) -> None:
+    own, ids = model.identity, examples.ids
+    if len(examples) == 0:
+        raise RecordError("no rows to train on", field="ids", got=ids.shape, expected="at least one row")
+    if ids.shape[1:] != (own.layers, own.top_k):
+        raise GeometryError("ids of another shape", field="ids", got=ids.shape[1:], expected=(own.layers, own.top_k))
+    if recipe.deadline is not None and len(recipe.deadline) != own.layers:
+        raise GeometryError("one weight a layer", field="deadline", got=len(recipe.deadline), expected=own.layers)
+    ordered = np.sort(ids, axis=-1)
+    if ordered[..., 0].min() < 0 or ordered[..., -1].max() >= own.experts:
+        got = int(ordered[..., 0].min()), int(ordered[..., -1].max())
+        raise RecordError("id out of range", field="ids", got=got, expected=f"0 to {own.experts - 1}")
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise RecordError("an expert twice in one row", field="ids", expected=f"{own.top_k} different experts")
 
 
-def _tensor(array: np.ndarray, device: str) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).to(device)
-
-
-def _store(path, model, optimiser, schedule, epoch) -> None:
-    if path is None:
+@torch.no_grad()
+def _anchor(model: NearTermPredictor, examples: Examples) -> None:
+    if not model.gate or bool(model.head.any()):
         return
-    state = {
-        "model": model.state_dict(),
-        "optimiser": optimiser.state_dict(),
-        "schedule": schedule.state_dict(),
-        "epoch": epoch,
-    }
-    aside = Path(f"{path}.tmp")
-    torch.save(state, aside)
-    os.replace(aside, path)
+    few = examples.rows(np.unique(np.linspace(0, len(examples) - 1, ANCHOR_ROWS).astype(np.int64)))
+    scale, bias = calibrate(anchored(as_tensor(few.gate_scores, "cpu"), model.identity.top_k).numpy(), few.ids)
+    model.gain.copy_(torch.from_numpy(scale)[:, None])
+    model.bias.copy_(torch.from_numpy(bias)[:, None])
 
 
-def _restore(path, model, optimiser, schedule) -> int:
-    if path is None or not Path(path).is_file():
-        return 0
-    state = torch.load(path, weights_only=True)
-    model.load_state_dict(state["model"])
-    optimiser.load_state_dict(state["optimiser"])
-    schedule.load_state_dict(state["schedule"])
-    return state["epoch"]
+def _optimiser(model: NearTermPredictor, recipe: Recipe) -> torch.optim.Optimizer:
+    # Decay is for the two matrices: it would pull the gain on the gate to zero.
+    matrices = {"trunk", "head"}
+    groups = [
+        {
+            "params": [p for name, p in model.named_parameters() if name in matrices],
+            "weight_decay": recipe.weight_decay,
+        },
+        {"params": [p for name, p in model.named_parameters() if name not in matrices], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate)
+
+
+def _step(model, optimiser, batch: Examples, recipe: Recipe, step: int, total: int) -> float:
+    device = model.trunk.device
+    gate = None if batch.gate_scores is None else as_tensor(batch.gate_scores, device)
+    # Ids are widened here: torch has no arithmetic on unsigned 16-bit integers.
+    ids = torch.from_numpy(batch.ids.astype(np.int64)).to(device)
+    for group in optimiser.param_groups:
+        group["lr"] = recipe.learning_rate * (1.0 - step / total)
+    optimiser.zero_grad(set_to_none=True)
+    value = loss(model(as_tensor(batch.features, device), gate), ids, recipe)
+    if not bool(torch.isfinite(value)):
+        raise RecordError("loss is not finite", field="features, gate_scores", got=f"{float(value)} at step {step}")
+    value.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimiser.step()
+    return float(value.detach())
+
+
+class _Checkpoint:
+    """Weights, both moments of AdamW and every loss so far, in one sealed file that says what it belongs to."""
+
+    MOMENTS = ("exp_avg", "exp_avg_sq")
+
+    def __init__(self, path: str | Path | None, model: NearTermPredictor, examples: Examples, recipe: Recipe):
+        self.path, self.model = path, model
+        if path is not None:
+            start = digest_tensors({name: value.cpu().numpy() for name, value in model.state_dict().items()})
+            self.owner = {
+                "predictor": digest_json(asdict(model.identity)),
+                "start": start,
+                "recipe": digest_json(asdict(recipe)),
+                "examples": examples.digest(),
+            }
+
+    def store(self, optimiser: torch.optim.Optimizer, losses: list[float]) -> None:
+        if self.path is None:
+            return
+        tensors = {}
+        for name, parameter in self.model.named_parameters():
+            tensors[name] = parameter.detach().cpu().numpy()
+            for moment in self.MOMENTS:
+                tensors[f"{name}.{moment}"] = optimiser.state[parameter][moment].cpu().numpy()
+        write_tensors(self.path, tensors, {"owner": self.owner, "losses": losses})
+
+    @torch.no_grad()
+    def restore(self, optimiser: torch.optim.Optimizer) -> list[float] | None:
+        """Losses so far, with weights and moments put back; None without a file."""
+        if self.path is None or not Path(self.path).is_file():
+            return None
+        tensors, header = read_tensors(self.path)
+        for field, expected in self.owner.items():
+            if (got := header.get("owner", {}).get(field)) != expected:
+                raise IdentityError(
+                    "checkpoint of another training",
+                    file=self.path,
+                    field=field,
+                    got=got,
+                    expected=expected,
+                    fix="delete the file to train from the start",
+                )
+        for name, parameter in self.model.named_parameters():
+            parameter.copy_(torch.from_numpy(tensors[name]))
+            state: dict[str, Any] = {"step": torch.tensor(float(len(header["losses"])))}
+            for moment in self.MOMENTS:
+                state[moment] = torch.from_numpy(tensors[f"{name}.{moment}"]).to(parameter.device)
+            optimiser.state[parameter] = state
+        return header["losses"]
