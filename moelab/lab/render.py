@@ -78,11 +78,22 @@ def _exporter_class():
     return Exporter
 
 
+def _plain(text: str) -> str:
+    from html import escape
+
+    from nbconvert.filters import strip_ansi
+
+    return escape(strip_ansi(text), quote=False)
+
+
 def _exporter():
     return _exporter_class()(
         template_name="moelab",
         extra_template_basedirs=[str(TEMPLATES)],
-        filters={"latex2mathml": lambda text: latex_to_mathml(text, display="block")},
+        filters={
+            "latex2mathml": lambda text: latex_to_mathml(text, display="block"),
+            "ansi2html": _plain,  # terminal colours are chosen for a dark terminal; on white many cannot be read
+        },
     )
 
 

@@ -31,7 +31,7 @@ def check(page, path):
         for v in Axe().run(page).response["violations"]
         if v["impact"] in ("serious", "critical")
     ]
-    assert violations == [], path.name
+    assert violations == [], (path.name, violations)
     for link in page.locator("a[href]").evaluate_all("all => all.map(a => a.getAttribute('href'))"):
         if not link.startswith(("#", "http")):
             assert (path.parent / link.split("#")[0]).exists(), (path.name, link)
