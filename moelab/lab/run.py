@@ -119,11 +119,12 @@ def _execute_all(jobs: list[Job], target: Path, workers: int, say, dag) -> list[
                     running[_completed(entry)] = number
                 else:
                     running[pool.submit(_execute_one, job, target, progress, kernels)] = number
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            for future in wait(running, timeout=progress.interval, return_when=FIRST_COMPLETED).done:
                 number = running.pop(future)
                 finished[number] = future.result()
                 progress.end(finished[number])
                 sorter.done(number)
+            progress.show()
     except KeyboardInterrupt:
         kernels.kill()
         say("interrupted: the kernels were ended, finished notebooks are kept")
@@ -196,25 +197,34 @@ def previous(executed: Path, digest: str) -> NotebookRecord | None:
 
 
 class Progress:
-    """One line when a notebook ends; in between the cell at work, rewritten on a terminal, else every 15 s."""
+    """A line when a notebook ends; in between which cells are at work: live on a terminal, else twice a minute."""
 
     def __init__(self, total: int, say: Callable[[str], None]):
         self.total, self.say = total, say
         self.ended, self.started, self.shown = 0, time.monotonic(), time.monotonic()
+        self.at: dict[str, str] = {}
         self.unchanged: set[str] = set()
         self.live = sys.stdout.isatty() and say is print
+        self.interval = 1 if self.live else 30
 
     def cell(self, name: str, number: int, total: int) -> None:
+        """Called from the thread of the notebook."""
+        self.at[name] = f"{name} cell {number} of {total}"
+
+    def show(self) -> None:
         now = time.monotonic()
-        text = f"[{now - self.started:5.0f} s] {name}: cell {number} of {total}"
+        if not self.at or now - self.shown < self.interval:
+            return
+        self.shown = now
+        text = f"[{now - self.started:5.0f} s] {'; '.join(list(self.at.values()))}"
         if self.live:
             print(f"\r\033[K{text}", end="", flush=True)
-        elif now - self.shown >= 15:
-            self.shown = now
+        else:
             self.say(text)
 
     def end(self, entry: NotebookRecord) -> None:
         self.ended += 1
+        self.at.pop(entry.name, None)
         if self.live:
             print("\r\033[K", end="")
         elapsed = time.monotonic() - self.started

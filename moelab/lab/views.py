@@ -212,3 +212,163 @@ def comparisons(evidence: Mapping[str, Evidence], multiples=(1, 2, 4)) -> pd.Dat
                     }
                 )
     return pd.DataFrame(rows)
+
+
+def capture_cost(cost: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a model: milliseconds a token with taps on and off, median paired overhead and its quartiles, n."""
+    return pd.DataFrame(
+        [
+            {
+                "model": model,
+                "on (ms)": c["on_ms"],
+                "off (ms)": c["off_ms"],
+                "overhead": c["overhead"],
+                "lower quartile": c["overhead_quartiles"][0],
+                "upper quartile": c["overhead_quartiles"][1],
+                "n": c["n"],
+            }
+            for model, c in cost.items()
+        ]
+    )
+
+
+def labels(routes: Mapping[str, Artifact]) -> pd.DataFrame:
+    """One row a model: rows by label source, and bytes a token on disk."""
+    rows = []
+    for model, artifact in routes.items():
+        shards = [artifact.path / name for name in artifact.manifest.files if name.startswith("shard-")]
+        tokens = artifact.counts["tokens"] - artifact.counts["unlabelled"]
+        rows.append(
+            {
+                "model": model,
+                "labelled by decode": artifact.counts["decode_labels"],
+                "labelled by replay": artifact.counts["replay_labels"],
+                "without label": artifact.counts["unlabelled"],
+                "shards": artifact.counts["shards"],
+                "bytes/token": sum(path.stat().st_size for path in shards) / max(1, tokens),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def collection(qualified: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
+    """Hours to replay 100k, 1M and 10M tokens, by model and identity."""
+    frame = speeds(qualified)
+    names = frame["model"] + ", " + frame["identity"]
+    return _wide_hours(collection_times(dict(zip(names, frame["replay tok/s"], strict=True))))
+
+
+def training_times(summary: pd.DataFrame, epochs: int) -> pd.DataFrame:
+    """Hours to train on 100k, 1M and 10M tokens: examples x epochs / sustained examples per second."""
+    names = summary["model"] + ", " + summary["arm"]
+    return _wide_hours(collection_times(dict(zip(names, summary["examples_per_second"] / epochs, strict=True))))
+
+
+def _wide_hours(frame: pd.DataFrame) -> pd.DataFrame:
+    wide = frame.pivot(index="what", columns="tokens", values="hours").reset_index()
+    return wide.rename(columns={size: f"{size:,} tokens (h)" for size in wide.columns if size != "what"})
+
+
+def feature_cost(
+    qualified: Mapping[str, Mapping[str, Mapping[str, Any]]], routes: Mapping[str, Artifact]
+) -> pd.DataFrame:
+    """A million tokens of one feature: gigabytes when stored (float16, all layers), hours when made again."""
+    rows = []
+    for _, speed in speeds(qualified).iterrows():
+        width = routes[speed["model"]].manifest.params["feature_bytes_per_token"]
+        rows.append(
+            {
+                "model": speed["model"],
+                "identity": speed["identity"],
+                "stored (GB)": width * 1e6 / 1e9,
+                "made again (h)": 1e6 / speed["replay tok/s"] / 3600,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def coverage_grid(frame: pd.DataFrame, *kinds: str) -> pd.DataFrame:
+    """Tokens by set and value for some kinds, zero where a set has none."""
+    part = frame[frame["kind"].isin(kinds)]
+    grid = part.pivot_table(index="set", columns="value", values="tokens", aggfunc="sum", fill_value=0)
+    return grid.stack().rename("tokens").reset_index().astype({"tokens": float})
+
+
+def duplicates(snapshots: Mapping[str, Artifact]) -> pd.DataFrame:
+    """One row a model: windows kept and dropped, with and without the allow-list, and pairs of threads found."""
+    names = {
+        "windows": "windows kept",
+        "windows_dropped": "dropped",
+        "windows_dropped_without_allow_list": "dropped without allow-list",
+        "near_identical_pairs": "pairs of threads",
+    }
+    return pd.DataFrame(
+        [{"model": m, **{label: a.counts[k] for k, label in names.items()}} for m, a in snapshots.items()]
+    )
+
+
+def leakage(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
+    """One row a model and split."""
+    return pd.DataFrame(
+        [
+            {"model": model, "split": split, "series": f"{model}, {split}", **figures}
+            for model, splits in found.items()
+            for split, figures in splits.items()
+        ]
+    ).astype({"se": float})
+
+
+def budgets(frame: pd.DataFrame, *, where: str = "validation") -> pd.DataFrame:
+    """Recall by candidates in multiples of K."""
+    parts = [figure(frame, f"recall@{m}x", where=where).assign(candidates=float(m)) for m in (1, 2, 4)]
+    joined = pd.concat(parts, ignore_index=True)
+    return joined.assign(ranking=joined["ranking"] + " (" + joined["horizon"] + ")")
+
+
+def across_sets(frame: pd.DataFrame, metric: str = "recall@1x") -> pd.DataFrame:
+    """One row a model, horizon and ranking, one column a held-out set."""
+    part = frame[(frame["metric"] == metric) & (frame["group"] == "all")]
+    wide = part.pivot_table(index=["model", "horizon", "ranking"], columns="set", values="value", sort=False)
+    return wide.reset_index().rename_axis(columns=None)
+
+
+def union_growth(found: Mapping[str, Artifact]) -> pd.DataFrame:
+    """U_B and the accepted tokens a block of B must give to break even in routed bytes: U_B / K (AFN-021)."""
+    return pd.DataFrame(
+        [
+            {
+                "model": m,
+                "block": int(b),
+                "distinct experts": u["value"],
+                "se": u["se"],
+                "n": u["n"],
+                "tokens to accept": u["break_even"],
+            }
+            for m, a in found.items()
+            for b, u in artifacts.read_json(a.file(baselines.UNION)).items()
+        ]
+    )
+
+
+def calibration_rows(frame: pd.DataFrame, *, where: str = "validation") -> pd.DataFrame:
+    """Calibration error, conformal candidates and what they cover, by model and arm."""
+    parts = [
+        figure(frame, metric, where=where).assign(metric=metric)
+        for metric in ("ece", "candidates for .95 coverage", "coverage reached")
+    ]
+    return pd.concat(parts, ignore_index=True)[["model", "horizon", "ranking", "metric", "value", "se", "n"]]
+
+
+def wasted(evidence: Mapping[str, Evidence], metric: str = "wasted bytes/token") -> pd.DataFrame:
+    """Wasted bytes of the learned predictor and of its best control, by model and arm."""
+    rows = []
+    for model, found in evidence.items():
+        for arm in found.arms():
+            for role, name in (("learned", found.learned(arm)), ("control", found.compare(arm, 1).control)):
+                figures = found.figure(name, metric)
+                rows.append({"model": model, "arm": arm.name, "role": role, "ranking": name, **_estimate(figures)})
+    return pd.DataFrame(rows)
+
+
+def _estimate(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: row[name] for name in ("value", "se", "n")}

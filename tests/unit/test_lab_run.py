@@ -191,6 +191,23 @@ def test_models_and_threads_reach_the_notebooks(world):
     assert 'threads = "mine.jsonl"' in "".join(cell.source for cell in executed.cells)
 
 
+def test_progress_says_which_cells_are_at_work():
+    said = []
+    progress = running.Progress(2, said.append)
+    assert not progress.live  # only a terminal is rewritten
+    progress.cell("20_first", 3, 9)
+    progress.show()
+    assert said == []  # not sooner than its interval
+    progress.shown -= progress.interval
+    progress.show()
+    progress.end(
+        record.NotebookRecord(name="20_first", status="failed", seconds=61.0, digest="d", cell="c 3", error="E")
+    )
+    progress.shown -= progress.interval
+    progress.show()
+    assert [line.split("] ")[1] for line in said] == ["20_first cell 3 of 9", "1/2 20_first failed in 61 s: c 3 E"]
+
+
 # ---------------------------------------------------------------- failures
 
 
