@@ -100,8 +100,7 @@ def fit_mixture_head(
         loss.backward()
         return loss
 
-    with torch.enable_grad():
-        solver.step(closure)
+    solver.step(closure)
     return LearnedMixtureCombination(tuple(map(tuple, weight.tolist())), tuple(bias.tolist()))
 
 

@@ -91,6 +91,9 @@ def test_the_always_on_anchor_runs_once_on_every_token():
     # x + 9x + 99x, x + 99x, x, x + 9x + 999x
     assert result.output.tolist() == [[[0, 109], [200, 300]], [[4, 5], [6054, 7063]]]
     assert result.mixture_weights.tolist() == [[[1, 1], [1, 0]], [[0, 0], [1, 1]]]
+    # Specialists that give the correction itself: x + 10x + 100x, x + 100x, x, x + 10x + 1000x
+    delta = run(SparseDispatcher(combination=AlwaysOnAnchorCombination(UnitWeights(), "delta")))
+    assert delta.output.tolist() == [[[0, 111], [202, 303]], [[4, 5], [6066, 7077]]]
 
 
 def test_any_arity_is_dispatched():
