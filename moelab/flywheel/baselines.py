@@ -26,7 +26,9 @@ from .cooccurrence import CombinedCoOccurrence, CoOccurrence
 from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import ARMS, early_gate, known_layers, regenerate
 from .metrics import union_growth
-from .replay import Records, ReplayOptions, replay
+from .observations import Records
+from .qualification import ReplayOptions
+from .replay import replay
 from .snapshot import Dataset, SnapshotOptions, open_dataset, snapshot
 
 TABLE, RANKS, UNION = "table.json", "ranks.safetensors", "union.json"
@@ -46,8 +48,8 @@ class BaselineOptions(Options):
         0.95, "share of misses to be fetched ahead when wasted bytes are compared", min=0.1, max=1.0
     )
     feature_blas: str = param("auto", "BLAS for regenerating features", choices=("auto", "reference", "openblas"))
-    batch_tokens: int = param(2048, "padded tokens of a feature batch", min=1)
-    chunk: int = param(256, "positions fed at once", min=1)
+    batch_tokens: int = param(1024, "padded tokens of a feature batch", min=1)
+    chunk: int = param(96, "positions fed at once", min=1)
 
 
 def controls(seed: int) -> list[Control]:
@@ -140,8 +142,9 @@ def _build(folder: Path, loaded, records: Records, dataset: Dataset, options: Ba
     starts = part.previous_row() < 0
     growth = {}
     for block in (2, 4, 8):
-        estimate = union_growth(part.ids, starts, held.cluster[counted], block=block)
-        growth[str(block)] = {"value": estimate.value, "se": estimate.se, "n": estimate.n, "threads": estimate.clusters}
+        found = union_growth(part.ids, starts, held.cluster[counted], block=block)
+        figures = {"value": found.value, "se": found.se, "n": found.n, "threads": found.clusters}
+        growth[str(block)] = {**figures, "break_even": None if found.value is None else found.value / part.top_k}
     artifacts.write_json(folder / UNION, growth)
     return {
         "controls": len(judged),

@@ -43,20 +43,26 @@ class CaptureOptions(Options):
     blas: str = param(
         "reference", "BLAS under which the model decodes, on Linux", choices=("reference", "openblas", "auto")
     )
-    context: int = param(256, "tokens of a thread to capture; how many lie beyond is counted", min=8)
-    chunk: int = param(64, "tokens of a prompt fed at once", min=2)
-    max_threads: int | None = param(24, "threads to capture; None for all", min=4)
+    context: int = param(96, "tokens of a thread to capture; how many lie beyond is counted", min=8)
+    chunk: int = param(32, "tokens of a prompt fed at once", min=2)
+    max_threads: int | None = param(14, "threads to capture; None for all", min=4)
     decode_sets: list[str] = param(
         ["validation", "temporal", "stress", "runtime"], "sets whose assistant turns are decoded", choices=split.SETS
     )
-    sampled: int = param(2, "training threads whose assistant turns the model also writes itself", min=0)
-    max_new: int = param(24, "tokens of a sampled turn, at most", min=1)
+    sampled: int = param(1, "training threads whose assistant turns the model also writes itself", min=0)
+    max_new: int = param(12, "tokens of a sampled turn, at most", min=1)
     temperature: float = param(0.8, "sampling temperature", min=0.01)
     top_p: float = param(0.95, "nucleus of the sampler; 1 keeps every token", min=0.01, max=1.0)
-    edge_steps: int = param(8, "decoded tokens of each edge sequence", min=2)
+    edge_steps: int = param(4, "decoded tokens of each edge sequence", min=2)
+    cost_steps: int = param(16, "decoded tokens of each arm when the cost of capture is measured", min=4)
+    cost_repeats: int = param(3, "pairs of arms, taps on and off", min=2)
     generation: int = param(1, "number of this capture run", min=1)
     basis: str = param("project's own writing", "why these threads may be captured")
     retention_until: str = param("2030-12-31", "last day on which the records may be used (ISO date)")
+
+    def recorded(self) -> dict[str, Any]:
+        """Parameters that the records depend on: all but those of measuring what capture costs."""
+        return {name: value for name, value in self.own().items() if not name.startswith("cost_")}
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -89,7 +95,7 @@ def capture_model(model: str, options: CaptureOptions) -> Path:
                 "threads": artifacts.digest_json([t.content for t in threads]),
                 "forgotten": forgotten,
             },
-            params={**options.own(), "runtime": study.runtime},
+            params={**options.recorded(), "runtime": study.runtime},
             make=lambda folder: study.write(folder, vault),
         )
     return built.path

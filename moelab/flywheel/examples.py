@@ -26,7 +26,7 @@ import numpy as np
 
 from ..errors import ContractError, ParameterError
 from .batches import BatchShape, replay
-from .replay import Records
+from .observations import Records
 from .snapshot import Dataset
 from .train import Examples
 

@@ -144,6 +144,7 @@ def gate1(
     weight_tolerance: float,
     smallest_n: int,
     figures: dict[str, Figure] | None = None,
+    measured: dict[str, Figure] | None = None,
     **evidence: Any,
 ) -> Verdict:
     """Replay correctness for one runtime identity: ordered ids exact at every layer, weights within tolerance.
@@ -172,6 +173,7 @@ def gate1(
         status=status,
         question="Does replay as prefill give the routes that decode gave: same ids, same order, every layer?",
         figures={**exact, "weight_error": weight_error, **(figures or {})},
+        measured=measured or {},
         n={"decoded_tokens": decoded_tokens, "rows": rows},
         thresholds={"mismatches": 0, "weight_tolerance": weight_tolerance, "smallest_n": smallest_n},
         reason=reason,

@@ -29,8 +29,11 @@ from ..routes import DECODED, Routes
 from ..threads import SYSTEM
 from . import dedup, stage
 from .capture import CaptureOptions, capture
+from .gates import Verdict, gate2
+from .observations import Records
 from .observe import Observation
-from .replay import Records, ReplayOptions, read_routes, replay
+from .qualification import ReplayOptions
+from .replay import read_routes, replay
 from .split import HOLDOUT_ORDER, SETS
 from .vault import check_authorised
 
@@ -41,11 +44,11 @@ WINDOWS, COVERAGE, CHECKS, DUPLICATES = "windows.safetensors", "coverage.json", 
 class SnapshotOptions(Options):
     notebook: ClassVar[str] = "30"
 
-    window: int = param(64, "rows of a window", min=8)
+    window: int = param(32, "rows of a window", min=8)
     threshold: float = param(0.5, "share of a window's shingles that makes it near-identical", min=0.05, max=1.0)
     smallest_validation_owners: int = param(2, "owners that the validation set needs", min=1)
     smallest_validation_threads: int = param(2, "threads that the validation set needs", min=1)
-    smallest_train_tokens: int = param(1000, "tokens that the training set needs", min=1)
+    smallest_train_tokens: int = param(300, "tokens that the training set needs", min=1)
 
 
 # ---------------------------------------------------------------- building
@@ -246,6 +249,24 @@ def _bucket(tokens: int) -> str:
         if tokens < edge:
             return f"under {edge}"
     return "640 and more"
+
+
+def verdict(model: str, artifact: Artifact, options: SnapshotOptions) -> Verdict:
+    """Gate 2 on one model's snapshot."""
+    counts = artifact.counts
+    keep = [f"{name}_{what}" for name in SETS for what in ("owners", "threads", "tokens")]
+    return gate2(
+        model=model,
+        violations=artifacts.read_json(artifact.file(CHECKS)),
+        counts={name: counts[name] for name in keep},
+        smallest={
+            "validation_owners": options.smallest_validation_owners,
+            "validation_threads": options.smallest_validation_threads,
+            "train_tokens": options.smallest_train_tokens,
+        },
+        figures={name: counts[name] for name in ("windows", "windows_dropped", "near_identical_pairs")},
+        inputs={"snapshot": artifact.content, **artifact.manifest.inputs},
+    )
 
 
 # ---------------------------------------------------------------- reading

@@ -28,8 +28,8 @@ from .batches import BatchShape
 from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import ARMS, Arm, arms, early_gate, examples, known_layers, regenerate, shifted
 from .metrics import ranks
+from .observations import Records
 from .predictors import NearTermPredictor, PredictorIdentity
-from .replay import Records
 from .snapshot import Dataset
 from .train import Examples, Recipe, fit
 

@@ -12,7 +12,6 @@ are parameters of notebook 42, committed before the run they judge.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,12 +20,14 @@ from .. import artifacts
 from ..artifacts import Artifact
 from ..errors import ContractError
 from ..params import Options, param
-from .baselines import RANKS, TABLE
+from . import ceiling
+from .baselines import RANKS, TABLE, BaselineOptions, baselines
 from .estimates import Estimate, paired_difference
 from .evaluation import read_ranks
 from .examples import ARMS, Arm
 from .gates import Verdict, gate3
 from .metrics import MULTIPLES
+from .training import TrainingOptions, training
 
 EARLIER = {
     "half layer": ("half layer", "1 layer", "1 token", "1 token + 1 layer"),
@@ -75,6 +76,7 @@ class Evidence:
         self.ranks = {n.removeprefix("ranks "): a for n, a in {**arrays, **mine}.items() if n.startswith("ranks ")}
         self.layers = {**header["layers"], **mine_header["layers"]}
         self.table = artifacts.read_json(baselines.file(TABLE)) + artifacts.read_json(predictors.file(TABLE))
+        self.runtime = predictors.manifest.params["runtime"]
         self.inputs = {"baselines": baselines.content, "predictors": predictors.content}
 
     def learned(self, arm: Arm) -> str:
@@ -114,7 +116,7 @@ class Evidence:
         return [arm for arm in ARMS.values() if self.learned(arm) in self.ranks]
 
 
-def value(model: str, options: ValueOptions, evidence: Evidence, runtime: dict[str, Any] | None = None) -> Verdict:
+def verdict(model: str, options: ValueOptions, evidence: Evidence) -> Verdict:
     """The verdict of Gate 3 on one model. The drafter's sidecar, which does not exist yet, is not decided on."""
     arm = ARMS[options.primary_arm]
     found = evidence.compare(arm, options.primary_multiple)
@@ -142,12 +144,13 @@ def value(model: str, options: ValueOptions, evidence: Evidence, runtime: dict[s
         },
         n={"rows": int(evidence.counted.sum()) * len(evidence.layers[name]), "threads": found.difference.clusters},
         inputs=evidence.inputs,
-        runtime=runtime or {},
+        runtime=evidence.runtime,
     )
 
 
-def checkpoint(predictors: Artifact, arm: Arm) -> Path:
-    """File of an arm's trained predictor."""
-    from .training import checkpoint_name
-
-    return predictors.file(checkpoint_name(arm.name))
+def evidence(options: ValueOptions) -> dict[str, Evidence]:
+    """What notebooks 40 and 41 found, built if it is missing; model → evidence."""
+    trained = options.upstream(TrainingOptions)
+    found = baselines(options.upstream(BaselineOptions))
+    learned = training(trained, gate0=ceiling.statuses(trained))
+    return {model: Evidence(found[model], learned[model]) for model in options.models}
