@@ -121,7 +121,7 @@ class DiskProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             return 0.0
         depth = min(count, self.depths[-1] if depth is None else depth)
         one, total = self.read_seconds(size), count * size / self.bytes_per_second(size, depth)
-        return total
+        return max(one, total)
 
     def _at(self, size, depth, values):
         if size <= 0 or depth <= 0:

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import time
 
 import pytest
 
@@ -26,10 +27,13 @@ def test_a_measurement_covers_every_cell_and_leaves_no_file(tmp_path):
     assert DiskProfile.from_json(profile.to_json()) == profile
 
 
-def test_rate_and_time_of_a_cell_agree(tmp_path):
-    # One read in flight: rate × time is the size, were times not skewed and disks not shared: a factor of three.
-    for c in (c for c in measure(tmp_path, **QUICK | {"seconds": 0.2, "repeats": 5}).cells if c.depth == 1):
-        assert 1 / 3 < c.mb_per_s * 1e6 * c.ms * 1e-3 / c.size < 3
+def test_times_and_rates_of_a_disk_that_takes_two_milliseconds(tmp_path, monkeypatch):
+    # A loaded machine may only be slower, so the bounds are one-sided; the other side is generous.
+    monkeypatch.setattr(disk, "_read_fully", lambda fd, buffer, place: time.sleep(0.002))
+    for c in measure(tmp_path, **QUICK).cells:
+        assert 2 <= c.ms < 1000
+        assert c.mb_per_s <= c.depth * c.size / 0.002 / 1e6
+        assert c.mb_per_s > c.size / 1.0 / 1e6
 
 
 def test_every_read_is_whole_and_inside_the_file(tmp_path, monkeypatch):
