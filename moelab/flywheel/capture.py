@@ -14,6 +14,7 @@ any moment therefore leaves finished records and no half one, and starts again w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -120,7 +121,7 @@ def facts(thread: Thread, tokenizer: Any, tokens: int) -> split.ThreadFacts:
     return split.ThreadFacts(
         thread=thread.uid,
         owner=thread.owner,
-        started="" if thread.started is None else thread.started.isoformat(),
+        started="" if thread.started is None else thread.started.astimezone(UTC).isoformat(),
         tokens=tokens,
         language=max(languages, key=languages.count, default="unknown"),
         domain=max(domains, key=domains.count, default="unknown"),
@@ -168,7 +169,8 @@ class Study:
         """Capture what is not there yet into `folder`; returns the artefact's counts."""
         sweep(folder)
         planned = self.plans()
-        speakers = [uid for uid in self.threads if self.sets[uid] == "train"][: self.options.sampled]
+        speakers = [uid for uid in self.threads if self.sets[uid] == "train" and self._can_answer(uid)]
+        speakers = speakers[: self.options.sampled]
         total = sum(len(p.tokens) for p in planned) + len(speakers) * self.options.context
         entries, done, seconds, fresh = [], 0, 0.0, 0
         for number, job in enumerate([*planned, *speakers]):
@@ -188,6 +190,11 @@ class Study:
             "beyond_context": sum(e["beyond"] for e in entries),
             "decode_tokens_per_second": round(fresh / seconds, 1) if seconds else None,
         }
+
+    def _can_answer(self, uid: str) -> bool:
+        """Whether the first question of a thread leaves room for an answer in the context."""
+        first = Conversation(self.threads[uid], self.loaded.tokenizer, mode="sampled").prompt()
+        return first is not None and len(first) < self.options.context
 
     def _one(self, folder: Path, vault: Vault, number: int, job: plans.Plan | str) -> tuple[Observation, float]:
         uid = job if isinstance(job, str) else job.thread

@@ -101,6 +101,17 @@ def early_gate(loaded: LoadedModel, feature: np.ndarray, arm: Arm, *, batch: int
     return out
 
 
+def logit_scale(loaded: LoadedModel, scores: np.ndarray) -> np.ndarray:
+    """Selection scores on the scale of logits, order kept: where a predictor starts from.
+
+    A softmax probability becomes its logarithm, which is the logit up to a constant a row. A sigmoid score,
+    whose slope is at most 1/4, is multiplied by 4. Other scores are logits already.
+    """
+    if loaded.family.score == "softmax":
+        return np.log(np.maximum(scores, 1e-9))
+    return 4 * scores if loaded.family.score == "sigmoid" else scores
+
+
 def shifted(feature: np.ndarray, shift: int) -> np.ndarray:
     """Row `l` of the result is what layer `l` is told: the feature of layer `l - shift`, zeros before the first."""
     if shift == 0:

@@ -138,13 +138,15 @@ def label_identity(figures: dict[str, dict[str, Any]], options: ReplayOptions) -
 def verdict(model: str, figures: dict[str, dict[str, Any]], options: ReplayOptions) -> Verdict:
     """Gate 1 on one model: judged on the label identity, else on the identity of the capture."""
     chosen = label_identity(figures, options)
+    absent = {blas: f["absent"] for blas, f in figures.items() if "absent" in f}
+    figures = {blas: f for blas, f in figures.items() if blas not in absent}
+    if not figures:
+        nothing = dict.fromkeys((*COUNTS, "decoded_tokens", "rows", "weight_error"), 0)
+        limits = {"weight_tolerance": options.weight_tolerance, "smallest_n": options.smallest_n}
+        return gate1(model=model, **nothing, **limits, figures={"identity": "none"}, measured=absent)
     recorded = [blas for blas, f in figures.items() if f.get("recorded")]
     f = figures[chosen or (recorded or list(figures))[0]]
-    others = {
-        f"{blas} rank mismatches": other["order_mismatches"]
-        for blas, other in figures.items()
-        if "absent" not in other and other is not f
-    }
+    others = {f"{blas} rank mismatches": other["order_mismatches"] for blas, other in figures.items() if other is not f}
     return gate1(
         model=model,
         decoded_tokens=f["decoded_tokens"],

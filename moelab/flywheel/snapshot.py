@@ -83,7 +83,7 @@ def _build(folder: Path, loaded, records: Records, rows: Artifact, options: Snap
         zip((e["file"] for e in everything), records.open(everything, loaded, purpose="evaluate"), strict=True)
     )
 
-    texts, tokens = _texts(everything, observed, codec, options.window)
+    texts, first = _texts(everything, observed, codec, options.window)
     sets = {e["thread"]: e["set"] for e in everything}
     allowed = _system_prompts(observed.values(), codec)
     found = dedup.near_identical(texts, encode=codec.encode, allowed=allowed, threshold=options.threshold)
@@ -92,7 +92,7 @@ def _build(folder: Path, loaded, records: Records, rows: Artifact, options: Snap
         dedup.near_identical(texts, encode=codec.encode, threshold=options.threshold), sets, HOLDOUT_ORDER
     )
 
-    windows = _windows(table, routes, observed, options.window, {key: True for key in dropped})
+    windows = _windows(table, routes, first, options.window, dropped)
     kept = {t: [x for i, x in enumerate(parts) if (t, i) not in dropped] for t, parts in texts.items()}
     remaining = dedup.to_drop(
         dedup.near_identical(texts | kept, encode=codec.encode, allowed=allowed, threshold=options.threshold),
@@ -136,18 +136,26 @@ def _build(folder: Path, loaded, records: Records, rows: Artifact, options: Snap
     }
 
 
-def _texts(entries, observed: dict[str, Observation], codec, window: int) -> tuple[dict[str, list[str]], dict]:
-    """Text of every window of every thread's forced sequence, by thread: what the shingle join reads."""
+def _texts(
+    entries, observed: dict[str, Observation], codec, window: int
+) -> tuple[dict[str, list[str]], dict[str, int]]:
+    """Text of every window of every thread's forced sequences, by thread: what the shingle join reads.
+
+    Also the place among them of each record's first window. A last window too short to hold shingles of its
+    own is read together with the tokens before it.
+    """
     texts: dict[str, list[str]] = {}
-    where: dict[str, str] = {}
+    first: dict[str, int] = {}
     for entry in entries:
+        first[entry["file"]] = 0
         if entry["mode"] == "forced":
             ids = observed[entry["file"]].token_ids
-            texts.setdefault(entry["thread"], []).extend(
-                codec.decode(ids[start : start + window].tolist()) for start in range(0, len(ids), window)
-            )
-            where[entry["thread"]] = entry["file"]
-    return texts, where
+            parts = texts.setdefault(entry["thread"], [])
+            first[entry["file"]] = len(parts)
+            for start in range(0, len(ids), window):
+                begin = max(0, min(start, len(ids) - 2 * dedup.SHINGLE))
+                parts.append(codec.decode(ids[begin : start + window].tolist()))
+    return texts, first
 
 
 def _system_prompts(observed, codec) -> list[str]:
@@ -161,19 +169,19 @@ def _system_prompts(observed, codec) -> list[str]:
     return sorted(text for text, threads in seen.items() if len(threads) > 1)
 
 
-def _windows(table, routes: Routes, observed, window: int, dropped: dict) -> dict[str, np.ndarray]:
+def _windows(table, routes: Routes, first: dict[str, int], window: int, dropped) -> dict[str, np.ndarray]:
     """Index ranges `[start, stop)` into the rows of `routes`: arrays start, stop i64, thread i32, set u8."""
     out: dict[str, list[int]] = {"start": [], "stop": [], "thread": [], "set": []}
-    first = np.searchsorted(routes.thread, np.arange(len(table)))
-    last = np.searchsorted(routes.thread, np.arange(len(table)), side="right")
+    begins = np.searchsorted(routes.thread, np.arange(len(table)))
+    ends = np.searchsorted(routes.thread, np.arange(len(table)), side="right")
     for entry in table:
-        if entry["file"] not in observed:  # an edge sequence
+        if entry["file"] not in first:  # an edge sequence
             continue
-        begin, end = int(first[entry["index"]]), int(last[entry["index"]])
+        begin, end = int(begins[entry["index"]]), int(ends[entry["index"]])
         position = routes.position[begin:end]
         use = np.ones(end - begin, bool) if entry["mode"] == "forced" else routes.phase[begin:end] == DECODED
         tile = position // window
-        gone = {i for t, i in dropped if t == entry["thread"]} if entry["mode"] == "forced" else set()
+        gone = {i - first[entry["file"]] for t, i in dropped if t == entry["thread"] and entry["mode"] == "forced"}
         use &= ~np.isin(tile, list(gone))
         for index in np.unique(tile[use]):
             inside = np.flatnonzero(use & (tile == index))

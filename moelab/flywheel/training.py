@@ -26,7 +26,7 @@ from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
 from .evaluation import HeldOut, Judged, judge, write_ranks
-from .examples import ARMS, Arm, arms, early_gate, examples, known_layers, regenerate, shifted
+from .examples import ARMS, Arm, arms, early_gate, examples, known_layers, logit_scale, regenerate, shifted
 from .metrics import ranks
 from .observations import Records
 from .predictors import NearTermPredictor, PredictorIdentity
@@ -124,7 +124,7 @@ class _Study:
     def run(self) -> dict[str, Any]:
         judged, history = [], {}
         for number, arm in enumerate(self.arms):
-            gate = early_gate(self.loaded, self.features[arm.feature], arm)
+            gate = logit_scale(self.loaded, early_gate(self.loaded, self.features[arm.feature], arm))
             rows = examples(self.dataset, self.features, gate, arm, self.dataset.rows("train"))
             by_heart = self._learn_by_heart(arm, rows)
             predictor, history[arm.name] = self._train(arm, rows, number)
@@ -214,7 +214,8 @@ class _Study:
         def blocks(routes: Routes, size: int = 2048) -> Iterator[tuple[slice, np.ndarray]]:
             for start in range(0, routes.tokens, size):
                 rows = slice(start, min(start + size, routes.tokens))
-                yield rows, 1 / (1 + np.exp(-predictor.scores(told[rows], given[rows])))
+                # the logistic function, in the form that cannot overflow
+                yield rows, 0.5 * (1 + np.tanh(0.5 * predictor.scores(told[rows], given[rows])))
 
         layers = known_layers(arm, self.held.routes.layers)
         return judge(

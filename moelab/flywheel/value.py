@@ -99,15 +99,15 @@ class Evidence:
         difference = paired_difference(mine, other, self.cluster[self.counted])
         return Comparison(arm.name, multiple, best, float(mine.mean()), float(other.mean()), difference)
 
-    def figure(self, name: str, metric: str) -> dict[str, Any] | None:
-        """A row of the tables of notebooks 40 and 41 on the judged set, or None."""
+    def figure(self, name: str, metric: str, where: str | None = None) -> dict[str, Any] | None:
+        """A row of the tables of notebooks 40 and 41 on the judged set (or another), or None."""
         ranking, horizon = name.split(" | ")
         return next(
             (
                 row
                 for row in self.table
                 if (row["ranking"], row["horizon"], row["set"], row["metric"], row["group"])
-                == (ranking, horizon, self.where, metric, "all")
+                == (ranking, horizon, where or self.where, metric, "all")
             ),
             None,
         )
@@ -123,6 +123,7 @@ def verdict(model: str, options: ValueOptions, evidence: Evidence) -> Verdict:
     name = evidence.learned(arm)
     wasted, against = (evidence.figure(n, "wasted bytes/token") for n in (name, found.control))
     mine = {metric: evidence.figure(name, metric) for metric in ("recall@2x", "recall@4x", "exact set", "ece")}
+    other = {f"recall_{where}": evidence.figure(name, "recall@1x", where) for where in ("temporal", "stress")}
     return gate3(
         model=model,
         cell=f"{arm.name}, {arm.feature.replace('_', ' ')}, {options.primary_multiple} x K, {evidence.where}",
@@ -136,7 +137,7 @@ def verdict(model: str, options: ValueOptions, evidence: Evidence) -> Verdict:
             "control": found.control,
             "recall_learned": found.learned,
             "recall_control": found.against,
-            **{metric: row["value"] for metric, row in mine.items() if row is not None},
+            **{metric: row["value"] for metric, row in {**mine, **other}.items() if row is not None},
             "learned_sidecar": "refused: no drafter yet",
         },
         standard_errors={
