@@ -176,7 +176,7 @@ def _study(loaded, observed: list[Observation], options: CeilingOptions) -> dict
 
     def at(system: System) -> Ceiling:
         budget = int(system.cache_fraction * total)
-        return _at_ratio(routes, visits, counted, budget, system.read_to_compute, options.lead)
+        return at_ratio(routes, visits, counted, budget, system.read_to_compute, options.lead)
 
     found = {name: at(system) for name, system in SYSTEMS.items()}
     judged = found[options.system].break_even
@@ -200,7 +200,7 @@ def _study(loaded, observed: list[Observation], options: CeilingOptions) -> dict
     }
 
 
-def _at_ratio(routes: Routes, visits: Visits, counted, budget: int, ratio: float, lead: float) -> Ceiling:
+def at_ratio(routes: Routes, visits: Visits, counted, budget: int, ratio: float, lead: float) -> Ceiling:
     """The ceiling with a token's compute as one second and reads slowed until they take `ratio` of it."""
     missed = replay(visits, routes.expert_bytes, budget=budget, policy=Lru()).misses[counted].sum((1, 2)).mean()
     one = ratio / max(float(missed), 1e-12)
