@@ -58,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--model", default="softmax", help="model to measure with (default: softmax)")
     doctor.add_argument("--expert-bytes", type=int, metavar="N", help="bytes of one expert, where the trace has none")
     doctor.add_argument("--compute-ms", type=float, metavar="MS", help="compute time of a decoded token without reads")
+    doctor.add_argument("--cache", type=float, metavar="SHARE", help="share of all expert bytes that fits in memory")
     doctor.set_defaults(act=_doctor)
 
     forget = verbs.add_parser("forget", help="destroy a thread's key and every row derived from it")
@@ -149,11 +150,13 @@ def _report(options) -> int:
 
 
 def _doctor(options) -> int:
-    from .lab import doctor
+    from .lab import doctor, trace
 
-    if options.routes:
-        return doctor.gate0(options.routes, expert_bytes=options.expert_bytes, compute_ms=options.compute_ms)
-    return doctor.machine(options.model)
+    if not options.routes:
+        return doctor.machine(options.model)
+    return trace.doctor(
+        options.routes, expert_bytes=options.expert_bytes, compute_ms=options.compute_ms, cache=options.cache
+    )
 
 
 def _forget(options) -> int:
