@@ -35,7 +35,8 @@ class ReplayOptions(Options):
     chunk: int = param(96, "positions fed at once", min=1)
     batch_tokens: int = param(1024, "padded tokens of a batch, at most", min=1)
     shard_sequences: int = param(16, "sequences of a shard", min=1)
-    compared_tokens: int = param(60, "decoded tokens to compare under an identity other than the capture's", min=1)
+    compared_tokens: int = param(120, "decoded tokens to compare, at least; whole sequences are taken", min=1)
+    chunk_tokens: int = param(40, "decoded tokens on which the chunk sizes are tried", min=1)
     chunks: list[int] = param([1, 7, 96], "chunk sizes whose exactness is tried", min=1)
     weight_tolerance: float = param(1.0e-5, "largest difference of a routing weight that Gate 1 accepts", min=0.0)
     smallest_n: int = param(100, "decoded tokens that Gate 1 needs, for each model", min=1)
@@ -87,14 +88,18 @@ def _qualify(folder: Path, loaded, records: Records, runtime: dict[str, Any], op
     entries = [entry for entry in records.replayable() if entry["decoded"]]
     observed = list(records.open(entries, loaded, purpose="replay"))
     recorded = all(o.header.runtime == runtime for o in observed)
+    # Edge sequences come last in a capture and are what a comparison must not miss.
+    edges = [o for o in observed if o.header.sequence.startswith("edge")]
+    observed = (
+        _until([o for o in observed if not o.header.sequence.startswith("edge")], options.compared_tokens) + edges
+    )
     if not recorded:
-        observed = _until(observed, options.compared_tokens)
         with ResidentEngine(loaded) as engine:
             decoded = [parity.decode_again(engine, o, records.artifact.manifest.params["chunk"]) for o in observed]
     else:
         decoded = observed
     found = parity.compare(loaded, decoded, options.shape)
-    few = _until(decoded, options.compared_tokens)
+    few = _until(decoded, options.chunk_tokens)
     chunk, by_chunk = parity.largest_exact_chunk(loaded, few, options.chunks, options.batch_tokens)
     longest = sorted((d.token_ids for d in decoded), key=len, reverse=True)[: options.speed_sequences]
     speed = parity.speeds(loaded, longest, options.shape, repeats=options.speed_repeats)
