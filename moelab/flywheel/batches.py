@@ -60,19 +60,19 @@ def replay(
     """
     import mlx.core as mx
 
-    with loaded.tap(features) as tap:
-        for batch in batches([len(s) for s in sequences], shape.tokens):
-            longest = max(len(sequences[i]) for i in batch)
-            padded = np.zeros((len(batch), longest), np.int32)
-            for row, index in enumerate(batch):
-                padded[row, : len(sequences[index])] = sequences[index]
-            cache = loaded.make_cache()
+    for batch in batches([len(s) for s in sequences], shape.tokens):
+        longest = max(len(sequences[i]) for i in batch)
+        padded = np.zeros((len(batch), longest), np.int32)
+        for row, index in enumerate(batch):
+            padded[row, : len(sequences[index])] = sequences[index]
+        cache = loaded.make_cache()
+        with loaded.tap(features) as tap:  # off while the caller has the records: it may run the model itself
             for start in range(0, longest, shape.chunk):
                 loaded.model(mx.array(padded[:, start : start + shape.chunk]), cache=cache)
                 mx.eval(*tap.pending(), [layer.state for layer in cache])
             record = tap.take()
-            for row, index in enumerate(batch):
-                yield int(index), _row(record, row, len(sequences[index]))
+        for row, index in enumerate(batch):
+            yield int(index), _row(record, row, len(sequences[index]))
 
 
 def _row(record: TapRecord, row: int, length: int) -> TapRecord:

@@ -49,11 +49,11 @@ class Records:
                 its owner did not authorise.
             RecordError, IdentityError, VaultError: as `ObservationReader` and `Vault`.
         """
-        reader = ObservationReader(Identity.of(loaded), opener=Vault().open)
+        reader, holdout = ObservationReader(Identity.of(loaded), opener=Vault().open), self.holdout
         for entry in entries:
             path = self.artifact.file(entry["file"])
             observation = reader.read(path)
-            if purpose != "evaluate" and observation.payload in self.holdout:
+            if purpose != "evaluate" and observation.payload in holdout:
                 raise OwnershipError(
                     "the runtime holdout is never replayed",
                     file=path,
