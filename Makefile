@@ -14,7 +14,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 # One arithmetic thread a process: two of them share two cores here, and figures must not depend on the count.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: flywheel test lab venv notebooks lint clean system-run system-test
+.PHONY: flywheel test lab venv notebooks parity-table lint clean system-run system-test
 
 flywheel: $(STAMP) system-run
 	$(BIN)/python -m moelab run --profile $(PROFILE)
@@ -28,6 +28,10 @@ lab: $(STAMP) system-run
 # Execute every notebook with its defaults and keep the outputs of its checked cells.
 notebooks: $(STAMP)
 	$(BIN)/python -m moelab.lab.refresh notebooks/[0-9]*.ipynb
+
+# The slow study behind the README's parity figures: every family, precision and BLAS.
+parity-table: $(STAMP) system-run
+	$(BIN)/python -m moelab.flywheel.parity_table reports/committed/parity_table.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
