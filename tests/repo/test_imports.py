@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "__init__": set(),
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["lab"] | {"lab"}
-PLAIN = {"metrics", "bounds", "gates", "estimates"}
+PLAIN = {"metrics", "bounds", "breakeven", "eviction", "residency", "gates", "estimates"}
 """Modules of the flywheel that take plain arrays: of moelab they may know errors and each other."""
 
 
