@@ -14,10 +14,13 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..artifacts import read_tensors, write_tensors
+from ..errors import ContractError
 from ..routes import DECODED
 from .batches import BatchShape, replay
 from .engine import Engine, ResidentEngine, follow
@@ -150,6 +153,43 @@ def largest_exact_chunk(
             break
         exact = chunk
     return exact, mismatches
+
+
+DIAGNOSTIC_CAP = 2048
+"""Tokens whose features a diagnostic may hold: whole activations are never collected beyond a bounded sample."""
+
+
+def diagnose(loaded: LoadedModel, tokens: np.ndarray, shape: BatchShape, folder: Path) -> dict[str, Any]:
+    """Features of one sequence three ways: live while decoding, by replay, and stored and read back.
+
+    Returns `tokens`, `live_difference` (largest difference of decode and replay, relative to the largest
+    feature), `stored_equal` (stored replay features and a second replay are the same bits).
+
+    Raises:
+        ContractError: more than `DIAGNOSTIC_CAP` tokens.
+    """
+    import mlx.core as mx
+
+    if len(tokens) > DIAGNOSTIC_CAP:
+        raise ContractError(
+            "diagnostic beyond its cap", field="tokens", got=len(tokens), expected=f"<= {DIAGNOSTIC_CAP}"
+        )
+    kinds = ("pre_attention", "moe_input")
+    with loaded.tap(kinds) as tap:
+        cache = loaded.make_cache()
+        for token in tokens:
+            mx.eval(loaded.model(mx.array([[int(token)]]), cache=cache), *tap.pending())
+        live = tap.take().features
+    first, second = (dict(replay(loaded, [tokens], shape, features=kinds))[0].features for _ in range(2))
+    path = folder / ".diagnostic.safetensors"
+    write_tensors(path, first, {"schema_version": 1, "record": "diagnostic"})
+    stored, _ = read_tensors(path)
+    path.unlink()
+    return {
+        "tokens": len(tokens),
+        "live_difference": max(float(np.abs(live[k][0] - first[k]).max() / np.abs(first[k]).max()) for k in kinds),
+        "stored_equal": all(np.array_equal(stored[k], second[k]) for k in kinds),
+    }
 
 
 def speeds(

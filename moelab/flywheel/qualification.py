@@ -53,8 +53,8 @@ def qualify(
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Model → identity → figures of Gate 1. An identity that this machine lacks has the one figure `absent`.
 
-    Figures: those of `parity.Parity.figures`, `largest_exact_chunk`, `chunk_mismatches`, `speeds`,
-    `runtime`, and `recorded` (whether the decode side is the recorded capture).
+    Figures: those of `parity.Parity.figures`, `largest_exact_chunk`, `chunk_mismatches`,
+    `diagnostic`, `speeds`, `runtime`, and `recorded` (whether the decode side is the recorded capture).
     """
     observed = capture(options.upstream(CaptureOptions))
     out: dict[str, dict[str, dict[str, Any]]] = {model: {} for model in options.models}
@@ -109,6 +109,7 @@ def _qualify(folder: Path, loaded, records: Records, runtime: dict[str, Any], op
         "recorded": recorded,
         "largest_exact_chunk": chunk,
         "chunk_mismatches": {str(size): count for size, count in by_chunk.items()},
+        "diagnostic": parity.diagnose(loaded, longest[0], options.shape, folder),
         "speeds": speed,
         "runtime": runtime,
     }
@@ -160,7 +161,11 @@ def verdict(model: str, figures: dict[str, dict[str, Any]], options: ReplayOptio
         weight_error=f["weight_error"],
         weight_tolerance=options.weight_tolerance,
         smallest_n=options.smallest_n,
-        figures={"identity": chosen or "none", "largest_exact_chunk": f["largest_exact_chunk"]},
+        figures={
+            "identity": chosen or "none",
+            "largest_exact_chunk": f["largest_exact_chunk"],
+            "features_stored_equal_recomputed": "yes" if f["diagnostic"]["stored_equal"] else "no",
+        },
         measured={
             **others,
             "replay_tokens_per_second": float(np.median(f["speeds"]["replay"])),

@@ -102,6 +102,8 @@ def parity(qualified: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> pd.DataF
                     "weight error": f["weight_error"],
                     "largest margin at a mismatch": f["largest_margin_at_disagreement"],
                     "largest exact chunk": f["largest_exact_chunk"],
+                    "feature difference": f["diagnostic"]["live_difference"],
+                    "stored = recomputed": f["diagnostic"]["stored_equal"],
                 }
             )
     return pd.DataFrame(rows)
