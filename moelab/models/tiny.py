@@ -37,7 +37,7 @@ def config(family: str, **overrides: Any) -> dict[str, Any]:
 
 
 def build(family: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
-    """A random float32 model of this family. Every gate and every correction bias gets random values."""
+    """A random float32 model of this family. Gates, correction biases and block norms get random values."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs.from_dict(config(family, **overrides)))
@@ -46,6 +46,9 @@ def build(family: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
         block.matrix["weight"] = mx.random.normal((block.experts, block.matrix["weight"].shape[1])) / HIDDEN**0.5
         if block.bias_owner is not None:
             setattr(block.bias_owner, block.bias_name, 0.1 * mx.random.uniform(shape=(block.experts,)))
+        for name in ("weight", "bias"):
+            if block.norm is not None and name in block.norm:
+                block.norm[name] = block.norm[name] + 0.1 * mx.random.normal(block.norm[name].shape)
     model.eval()
     mx.eval(model.parameters())
     return model

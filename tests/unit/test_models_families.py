@@ -118,9 +118,9 @@ def test_the_two_forms_differ_on_ties():
 
 
 def test_rank_orders_a_set_and_never_changes_it():
-    scores = np.array([[0.2, 0.9, 0.9, 0.1, 0.5]])
-    ids = np.array([[3, 2, 1]], np.uint16)
-    assert np.take_along_axis(ids, rank(ids, scores), -1).tolist() == [[1, 2, 3]]
+    scores = np.array([[0.2, 0.9, 0.9, 0.95, 0.5]])
+    ids = np.array([[2, 1, 3]], np.uint16)
+    assert np.take_along_axis(ids, rank(ids, scores), -1).tolist() == [[3, 1, 2]]
 
 
 def test_margin_may_be_infinite_when_no_expert_is_left_outside():

@@ -63,6 +63,10 @@ def test_features_are_the_layer_input_and_the_block_input(lm):
         middle = h + layer.self_attn(layer.input_layernorm(h), mask, None)
         moe_input = layer.post_attention_layernorm(middle)
         np.testing.assert_array_equal(record.features["moe_input"][:, :, i], np.array(moe_input))
+        # The gate behind its own norm, given the residual stream, is the gate given the block input.
+        from_residual = lm.early_gate_scores(np.array(middle), i, norm=True)
+        from_input = lm.early_gate_scores(record.features["moe_input"][:, :, i], i, norm=False)
+        np.testing.assert_allclose(from_residual, from_input, atol=1e-5)
         h = middle + layer.mlp(moe_input)
 
 
