@@ -123,6 +123,10 @@ class DiskProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         one, total = self.read_seconds(size), count * size / self.bytes_per_second(size, depth)
         return max(one, total)
 
+    def miss_table(self, expert_bytes: np.ndarray, top_k: int) -> np.ndarray:
+        """`f64[L,K+1]`: seconds to read 0..K experts of each layer at once, from their sizes `[L]`."""
+        return np.array([[self.batch_seconds(int(size), n) for n in range(top_k + 1)] for size in expert_bytes])
+
     def _at(self, size, depth, values):
         if size <= 0 or depth <= 0:
             raise ContractError("a read has bytes", field="size, depth", got=(size, depth), expected="> 0")
