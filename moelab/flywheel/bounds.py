@@ -119,7 +119,7 @@ def hit_curve(
     for budget in budgets:
         run = replay(visits, expert_bytes, budget=budget, policy=policy)
         hits.append(clustered_mean(run.hits, clusters, weights=slots))
-        read.append(clustered_mean(run.read_bytes, clusters))
+        read.append(clustered_mean(run.read_bytes, clusters, weights=counted))
     return HitCurve(policy.name, tuple(budgets), tuple(hits), tuple(read))
 
 
