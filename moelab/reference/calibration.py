@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ..artifacts import read_json, write_json
+from ..artifacts import digest_file, read_json, write_json
 from ..errors import MissingArtifactError
 from ..routes import PREFILLED, Routes, read_trace
 from .corpus import read_corpus
@@ -73,7 +73,6 @@ def measure(*, model: str, tokens: Mapping[str, np.ndarray]) -> dict[str, Any]:
         "ids": ids,
         "experts": geometry.experts,
         "layer_ids": geometry.layer_ids,
-        "digests": loaded.digests,
         "runtime": runtime_identity(loaded.precision),
     }
 
@@ -121,7 +120,7 @@ def calibrate(
     licences = _licences(Path(corpus_folder))
     return {
         "schema_version": SCHEMA_VERSION,
-        "model": run["digests"],
+        "files": files(find(model)),
         "runtime": run["runtime"],
         "text": {"corpus": corpus.digest, "split": "val", "window": window, "windows_a_domain": limit},
         "loss": {domain: {**loss, **licences.get(domain, {})} for domain, loss in run["loss"].items()},
@@ -131,6 +130,12 @@ def calibrate(
         "domains": {**distances(counts), "same_domain": np.mean(floor, axis=0).round(3).tolist()},
         "load": load_balance(sum(_share(part) for part in counts.values())),
     }
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Digests of what the figures of a checkpoint depend on: its weights, configuration and tokenizer."""
+    names = ("config.json", "tokenizer.json", *(path.name for path in folder.glob("model*.safetensors")))
+    return {name: digest_file(folder / name) for name in sorted(names)}
 
 
 def _pairs(halves):

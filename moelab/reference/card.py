@@ -58,7 +58,9 @@ def loss_rows(figures: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def table_rows(figures: Mapping[str, Any]) -> list[dict[str, str]]:
     """The calibration table: one row a figure, one column a model, `–` where a record cannot say."""
-    columns = {"this model": figures, **figures["beside"]}
+    beside = figures["beside"]
+    order = sorted(beside, key=lambda name: ("along_thread" not in beside[name], name))  # traces, then counts
+    columns = {"this model": figures, **{name: beside[name] for name in order}}
     rows = []
     for name, read in _ROWS.items():
         cells = {}

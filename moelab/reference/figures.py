@@ -93,10 +93,9 @@ def route_figures(routes: Routes, scored: np.ndarray, *, fitted_on: Routes | Non
 def overlap(routes: Routes, scored: np.ndarray) -> Figure:
     """Share of experts that the previous token of the thread used in the same layer; rows without one left out."""
     row = routes.previous_row()
-    ids, present = routes.ids, routes.present()
-    before = np.where(present[row], ids[row], np.iinfo(ids.dtype).max)
-    hit = (ids[..., :, None] == before[..., None, :]).any(-1)
-    return _figure(hit, routes, present & (scored & (row >= 0))[:, None, None])
+    # An absent slot only ever equals another absent slot, and those are not counted.
+    hit = (routes.ids[..., :, None] == routes.ids[row][..., None, :]).any(-1)
+    return _figure(hit, routes, routes.present() & (scored & (row >= 0))[:, None, None])
 
 
 def _recalls(control: Control, train: Routes, routes: Routes, scored: np.ndarray, layers: slice) -> tuple[Figure, ...]:

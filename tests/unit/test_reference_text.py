@@ -84,7 +84,7 @@ def test_a_message_that_holds_the_separator_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return tokens.train_tokenizer(["the cat sat on the mat, 12 times\n" * 20, "<|user|> hello\n"], 300)
+    return tokens.train_tokenizer(["the cat sat on the mat 2026 2026 2026\n" * 20, "<|user|> hello\n"], 300)
 
 
 def test_a_trained_tokenizer_keeps_special_ids_digits_and_every_byte(tokenizer):
