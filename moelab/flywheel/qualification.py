@@ -22,6 +22,8 @@ from .engine import ResidentEngine
 from .gates import Verdict, gate1
 from .observations import Records
 
+FIGURES_VERSION = 2
+"""Raise when `_qualify` writes other figures, so that older artefacts are not taken for these."""
 COUNTS = ("order_mismatches", "set_mismatches", "token_mismatches", "position_mismatches", "prefix_mismatches")
 
 
@@ -78,7 +80,7 @@ def qualify_model(model: str, options: ReplayOptions, observations: Path) -> Pat
     built = artifacts.build(
         "parity",
         inputs={"observations": records.artifact.content},
-        params={**options.own(), "runtime": runtime},
+        params={**options.own(), "runtime": runtime, "figures_version": FIGURES_VERSION},
         make=lambda folder: _qualify(folder, loaded, records, runtime, options),
     )
     return built.path
@@ -163,6 +165,8 @@ def verdict(model: str, figures: dict[str, dict[str, Any]], options: ReplayOptio
         smallest_n=options.smallest_n,
         figures={
             "identity": chosen or "none",
+            # Zero of n rows says that the rate is below 3/n with 95 % confidence (rule of three), and no more.
+            "mismatch_rate_below": 3 / max(1, f["rows"]) if not f["order_mismatches"] else None,
             "largest_exact_chunk": f["largest_exact_chunk"],
             "features_stored_equal_recomputed": "yes" if f["diagnostic"]["stored_equal"] else "no",
         },

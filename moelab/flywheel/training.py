@@ -26,7 +26,18 @@ from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
 from .evaluation import HeldOut, Judged, judge, write_ranks
-from .examples import ARMS, Arm, arms, early_gate, examples, known_layers, logit_scale, regenerate, shifted
+from .examples import (
+    ARMS,
+    Arm,
+    arms,
+    contextual_layers,
+    early_gate,
+    examples,
+    known_layers,
+    logit_scale,
+    regenerate,
+    shifted,
+)
 from .metrics import ranks
 from .observations import Records
 from .predictors import NearTermPredictor, PredictorIdentity
@@ -156,7 +167,7 @@ class _Study:
         return Recipe(**{**{name: getattr(self.options, name) for name in names}, **changes})
 
     def _learn_by_heart(self, arm: Arm, rows: Examples) -> float:
-        """Recall at 1 x K on a few training tokens after training on them alone.
+        """Recall at 1 x K on a few training tokens after training on them alone, where there is context to learn.
 
         Raises:
             GateRefusedError: not learnt: features, labels or loss do not belong together.
@@ -167,7 +178,7 @@ class _Study:
         )
         predictor = NearTermPredictor(self._identity(arm), rank=self.options.overfit_rank, seed=self.options.seed)
         fit(predictor, few, recipe, gate1=self.status, device=self.options.device)
-        layers = known_layers(arm, few.ids.shape[1])
+        layers = contextual_layers(arm, self.loaded.geometry.layer_ids)
         found = ranks(predictor.scores(few.features, few.gate_scores)[:, layers], few.ids[:, layers])
         recall = float((found < few.ids.shape[-1]).mean())
         if recall < self.options.overfit_recall:
