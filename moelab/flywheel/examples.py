@@ -126,6 +126,17 @@ def known_layers(arm: Arm, layers: int) -> np.ndarray:
     return np.arange(layers) >= arm.shift
 
 
+def contextual_layers(arm: Arm, layer_ids: Sequence[int]) -> np.ndarray:
+    """`bool[L]`: layers whose feature has seen more than its own token.
+
+    The residual stream that enters the model's very first layer is the token's embedding. One and the same
+    vector then has different routes in different contexts, and no predictor can learn those by heart.
+    """
+    known = known_layers(arm, len(layer_ids))
+    sources = np.array([layer_ids[max(0, layer - arm.shift)] for layer in range(len(layer_ids))])
+    return known & (sources > 0) if arm.raw else known
+
+
 def examples(
     dataset: Dataset, features: dict[str, np.ndarray], gate: np.ndarray, arm: Arm, rows: np.ndarray
 ) -> Examples:
