@@ -4,7 +4,12 @@ Nothing is decided here. Figures come from the flywheel's pure functions; this r
 standard errors, in pages that open without a network.
 """
 
+import warnings
 from importlib import import_module
+
+# Libraries underneath ask tqdm for a notebook widget, and without ipywidgets it complains in the first cell that
+# loads a model. Widgets are left out on purpose: in a page they would be empty and fetch a script.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 _HOMES = {
     "publish": "report",

@@ -21,6 +21,7 @@ from great_tables import GT
 from pandera.typing.pandas import Series
 
 from ..errors import ContractError, MissingArtifactError, RecordError
+from .report import show
 
 
 class Estimates(pa.DataFrameModel):
@@ -88,7 +89,7 @@ def table(frame: pd.DataFrame, *, id: str, caption: str, labels: Mapping[str, st
     if integers:
         made = made.fmt_integer(integers)
     if floats:
-        made = made.fmt_number(floats, n_sigfig=4)
+        made = made.fmt(lambda value: show(float(value)), columns=floats)
     return made.sub_missing(missing_text="–")
 
 

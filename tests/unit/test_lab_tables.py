@@ -48,6 +48,13 @@ def test_equal_tables_are_equal_text_and_labels_are_checked():
         tables.table(FRAME, id="t", caption="c", labels={"m": "tokens"})
 
 
+def test_numbers_read_well_small_large_and_missing():
+    frame = pd.DataFrame({"x": [8.643e-7, 1234567.0, 0.5, float("nan"), 0.0], "k": [1, 20000, 3, 4, 5]})
+    html = tables.table(frame, id="t", caption="c").as_raw_html()
+    cells = [part.split("<")[0] for part in html.split('class="gt_row gt_right">')[1:]]
+    assert cells == ["8.64e-07", "1", "1.23e+06", "20,000", "0.5", "3", "–", "4", "0", "5"]
+
+
 def test_every_failure_is_listed():
     bad = pd.DataFrame({"control": ["a", "b"], "recall": [2.0, -1.0]})
     with pytest.raises(RecordError, match=r"\(-1.0\).*\(2.0\).*expected: Cells"):
