@@ -8,7 +8,6 @@ cache, `take()` returns what was routed since the last call. A streaming engine 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -36,12 +35,11 @@ class ResidentEngine:
     """The whole model in memory. Use as a context manager: the taps come off on leaving.
 
     `taps=False` runs the same calls without recording, which is what capture's cost is measured against.
-    `features` are recorded beside the routes; a capture asks for none.
     """
 
-    def __init__(self, loaded: LoadedModel, *, taps: bool = True, features: Sequence[str] = ()):
+    def __init__(self, loaded: LoadedModel, *, taps: bool = True):
         self.loaded = loaded
-        self._context = loaded.tap(features) if taps else None
+        self._context = loaded.tap() if taps else None
         self._tap = None
 
     def __enter__(self) -> Self:
@@ -72,7 +70,7 @@ class ResidentEngine:
             weights=record.weights[0],
             margin=record.margin[0],
             group_margin=group,
-            features={name: value[0] for name, value in record.features.items()},
+            features={},
         )
 
 

@@ -25,6 +25,9 @@ from .residency import Visits, replay
 from .snapshot import Dataset
 from .waste import miss_waste
 
+LATER = "without the first layer"
+"""Group of figures in bytes over all layers but the first, for comparison at a horizon that cannot know it."""
+
 Blocks = Callable[[Routes], Iterator[tuple[slice, np.ndarray]]]
 """Routes of the held-out threads → `(rows, scores [n,L,E])` covering them once."""
 
@@ -120,9 +123,13 @@ def judge(
         figures = {"value": estimate.value, "se": estimate.se, "n": estimate.n, "threads": estimate.clusters}
         out.append({"ranking": name, "horizon": horizon, "set": where, "metric": metric, "group": group, **figures})
 
-    def cut() -> Iterator[tuple[slice, np.ndarray]]:
+    def cut(kept: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         for rows, scores in blocks(routes):
-            yield rows, scores[:, layers]
+            yield rows, scores[:, kept]
+
+    spans = {"all": layers}
+    if layers.all() and len(layers) > 1:
+        spans[LATER] = np.arange(len(layers)) > 0
 
     for where, counted in held.counted.items():
         if not counted.any():
@@ -136,25 +143,27 @@ def judge(
             add(where, "recall@1x", f"layer {routes.layer_ids[index]}", estimate)
         for domain, estimate in by_group(part, cluster, held.domain[counted], candidates=routes.top_k).items():
             add(where, "recall@1x", f"domain {domain}", estimate)
-        cost = miss_waste(
-            cut(),
-            routes.ids[:, layers],
-            held.resident[:, layers],
-            routes.expert_bytes[layers],
-            held.cluster,
-            miss_recall=miss_recall,
-            counted=counted,
-        )
-        add(where, "wasted bytes/token", "all", cost.wasted_bytes)
-        add(where, "read bytes/token", "all", cost.read_bytes)
-        add(where, "demand bytes/token", "all", cost.demand_bytes)
-        add(where, f"candidates for {miss_recall:g} miss recall", "all", _exactly(cost.candidates, cost.wasted_bytes))
+        for group, kept in spans.items():
+            cost = miss_waste(
+                cut(kept),
+                routes.ids[:, kept],
+                held.resident[:, kept],
+                routes.expert_bytes[kept],
+                held.cluster,
+                miss_recall=miss_recall,
+                counted=counted,
+            )
+            add(where, "wasted bytes/token", group, cost.wasted_bytes)
+            add(where, "read bytes/token", group, cost.read_bytes)
+            add(where, "demand bytes/token", group, cost.demand_bytes)
+            needed = _exactly(cost.candidates, cost.wasted_bytes)
+            add(where, f"candidates for {miss_recall:g} miss recall", group, needed)
         found = conformal_candidates(part, cluster) if len(np.unique(cluster)) > 1 else None
         if found is not None and found.candidates is not None:
             add(where, "candidates for .95 coverage", "all", _exactly(found.candidates, found.coverage))
             add(where, "coverage reached", "all", found.coverage)
         if probabilities:
-            made = calibration(cut(), routes.ids[:, layers], held.cluster, counted=counted)
+            made = calibration(cut(layers), routes.ids[:, layers], held.cluster, counted=counted)
             add(where, "ece", "all", made.ece)
             for p, f, n in zip(made.confidence, made.frequency, made.count, strict=True):
                 add(where, "reliability", f"{p:.6f}", Estimate(float(f), None, int(n), made.ece.clusters))

@@ -23,7 +23,7 @@ from ..params import Options, param
 from . import ceiling
 from .baselines import RANKS, TABLE, BaselineOptions, baselines
 from .estimates import Estimate, paired_difference
-from .evaluation import read_ranks
+from .evaluation import LATER, read_ranks
 from .examples import ARMS, Arm
 from .gates import Verdict, gate3
 from .metrics import MULTIPLES
@@ -99,7 +99,15 @@ class Evidence:
         difference = paired_difference(mine, other, self.cluster[self.counted])
         return Comparison(arm.name, multiple, best, float(mine.mean()), float(other.mean()), difference)
 
-    def figure(self, name: str, metric: str, where: str | None = None) -> dict[str, Any] | None:
+    def wasted(self, name: str, other: str) -> list[dict[str, Any]]:
+        """Bytes that two rankings waste on the layers that both were judged on: a layer more wastes more."""
+        common = sorted({*self.layers[name]} & {*self.layers[other]})
+        return [
+            self.figure(n, "wasted bytes/token", group="all" if self.layers[n] == common else LATER)
+            for n in (name, other)
+        ]
+
+    def figure(self, name: str, metric: str, where: str | None = None, *, group: str = "all") -> dict[str, Any] | None:
         """A row of the tables of notebooks 40 and 41 on the judged set (or another), or None."""
         ranking, horizon = name.split(" | ")
         return next(
@@ -107,7 +115,7 @@ class Evidence:
                 row
                 for row in self.table
                 if (row["ranking"], row["horizon"], row["set"], row["metric"], row["group"])
-                == (ranking, horizon, where or self.where, metric, "all")
+                == (ranking, horizon, where or self.where, metric, group)
             ),
             None,
         )
@@ -121,7 +129,7 @@ def verdict(model: str, options: ValueOptions, evidence: Evidence) -> Verdict:
     arm = ARMS[options.primary_arm]
     found = evidence.compare(arm, options.primary_multiple)
     name = evidence.learned(arm)
-    wasted, against = (evidence.figure(n, "wasted bytes/token") for n in (name, found.control))
+    wasted, against = evidence.wasted(name, found.control)
     mine = {metric: evidence.figure(name, metric) for metric in ("recall@2x", "recall@4x", "exact set", "ece")}
     other = {f"recall_{where}": evidence.figure(name, "recall@1x", where) for where in ("temporal", "stress")}
     return gate3(

@@ -134,8 +134,8 @@ def capture_job(root: str) -> None:
     capture_model(world.model, world.capture_options())
 
 
-def sampled_job(root: str, names: list[str], order: list[int], top_p: float) -> dict[str, list[tuple[int, list[int]]]]:
-    """Thread id → `(seed, tokens)` of each turn that the model wrote itself, threads taken in this order."""
+def sampled_job(root: str, names: list[str], order: list[int]) -> dict[tuple[str, float], list]:
+    """`(thread id, top_p)` → `(seed, tokens)` of each turn that the model wrote itself, threads in this order."""
     from moelab.flywheel.capture import Study
     from moelab.flywheel.engine import ResidentEngine
     from moelab.models import load
@@ -143,14 +143,14 @@ def sampled_job(root: str, names: list[str], order: list[int], top_p: float) -> 
 
     world = World(Path(root))
     threads = read(world.threads)
-    wanted = [next(t for t in threads if t.id == name) for name in names]
     loaded = load(world.model)
     out = {}
     with ResidentEngine(loaded) as engine:
-        study = Study(loaded, engine, threads, world.capture_options(top_p=top_p))
-        for index in order:
-            plan, _, _, turns = study._sample(wanted[index])
-            out[wanted[index].id] = [(t.seed, plan.tokens[t.start : t.end].tolist()) for t in turns]
+        for top_p in (1.0, 0.9):
+            study = Study(loaded, engine, threads, world.capture_options(top_p=top_p))
+            for name in (names[index] for index in order):
+                plan, _, _, turns = study._sample(next(t for t in threads if t.id == name))
+                out[name, top_p] = [(t.seed, plan.tokens[t.start : t.end].tolist()) for t in turns]
     return out
 
 
