@@ -177,12 +177,14 @@ def _windows(table, routes: Routes, first: dict[str, int], window: int, dropped)
     for entry in table:
         if entry["file"] not in first:  # an edge sequence
             continue
+        gone = {i for t, i in dropped if t == entry["thread"]}
+        if gone and entry["mode"] == "sampled":  # answers to a question that a better protected set asks too
+            continue
         begin, end = int(begins[entry["index"]]), int(ends[entry["index"]])
         position = routes.position[begin:end]
         use = np.ones(end - begin, bool) if entry["mode"] == "forced" else routes.phase[begin:end] == DECODED
         tile = position // window
-        gone = {i - first[entry["file"]] for t, i in dropped if t == entry["thread"] and entry["mode"] == "forced"}
-        use &= ~np.isin(tile, list(gone))
+        use &= ~np.isin(tile, [i - first[entry["file"]] for i in gone])
         for index in np.unique(tile[use]):
             inside = np.flatnonzero(use & (tile == index))
             for run in np.split(inside, np.flatnonzero(np.diff(inside) > 1) + 1):
