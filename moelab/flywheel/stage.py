@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,7 @@ def _request(fn: Callable, model: str, options: Options, job: Mapping[str, Any],
     return artifacts.digest_json(
         {
             "stage": f"{fn.__module__}.{fn.__name__}",
+            "code": _code(),
             "model": [model, _stamp(folder)],
             "threads": _stamp(threads),
             "options": {k: v for k, v in dataclasses.asdict(options).items() if k != "models"},
@@ -65,6 +67,13 @@ def _request(fn: Callable, model: str, options: Options, job: Mapping[str, Any],
             "forgotten": sorted(Vault().forgotten()),
         }
     )
+
+
+@cache
+def _code() -> str:
+    """Digest of this package's source: after an edit every stage looks again, and its artefact decides."""
+    package = Path(__file__).resolve().parents[1]
+    return artifacts.digest_json({str(p.relative_to(package)): artifacts.digest_file(p) for p in package.rglob("*.py")})
 
 
 def _stamp(path: Path) -> list[list[Any]]:

@@ -1,0 +1,33 @@
+"""The README's gate table says what the committed run decided, and when."""
+
+import json
+import re
+
+from repository import ROOT
+
+COMMITTED = ROOT / "reports" / "committed" / "reference" / "verdicts.json"
+
+
+def test_gate_table_is_that_of_the_committed_run():
+    run = json.loads(COMMITTED.read_text())
+    readme = (ROOT / "README.md").read_text()
+    rows = dict(re.findall(r"^\| (\d) [^|]*\| (\w+ \| \w+) \|", readme, flags=re.M))
+    for gate in range(4):
+        found = {v["model"]: v["status"] for v in run["verdicts"] if v["gate"] == gate}
+        assert rows[str(gate)] == f"{found['softmax']} | {found['sigmoid']}"
+    assert run["finished"][:10] in readme
+    assert all(entry["status"] == "done" for entry in run["notebooks"])
+    assert set(run["verdicts"][0]) >= {"figures", "n", "standard_errors", "inputs", "runtime"}
+    digests = {v["inputs"]["snapshot"] for v in run["verdicts"] if v["gate"] == 2}
+    assert len(digests) == 2  # one a model
+
+
+def test_figures_quoted_are_those_of_the_run():
+    run = json.loads(COMMITTED.read_text())
+    readme = (ROOT / "README.md").read_text()
+    for verdict in run["verdicts"]:
+        if verdict["gate"] == 3:
+            gain, error = verdict["figures"]["recall_gain"], verdict["standard_errors"]["recall_gain"]
+            assert f"+{gain:.3f} ± {error:.3f}".replace("0.", ".") in readme
+        if verdict["gate"] == 1:
+            assert f"{verdict['n']['rows']:,}" in readme
