@@ -41,7 +41,7 @@ __all__ = [
 HORIZONS = ("half layer", "1 layer", "1 token", "1 token + 1 layer")
 TIE = 1e-3
 """Weight of the fitted popularity in every other control's score."""
-_BLOCK_BYTES = 1 << 26
+_BLOCK_BYTES = 1 << 24
 """Bytes of scores made at once."""
 
 

@@ -289,3 +289,11 @@ def test_the_early_gate_ranks_by_the_scores_it_was_given():
 def test_used_leaves_absent_slots_out():
     r = routes(2, missing=0.3)
     assert used(r).sum() == r.present().sum()
+
+
+def test_the_shape_of_a_large_model():
+    r = routes(7, threads=2, tokens=6, layers=48, top_k=10, experts=512)
+    for control in all_controls(r):
+        for rows, block in control.fit(r).iter_scores(r):
+            assert block.shape == (rows.stop - rows.start, 48, 512)
+            assert block.nbytes <= 1 << 24  # what is made at once does not grow with the trace
