@@ -185,7 +185,14 @@ def report_progress(message: Any) -> None:
 def _start_worker(blas: str, threads: int, messages: Any) -> None:
     global _messages
     _messages = messages
+    threading.Thread(target=_follow_parent, daemon=True).start()
     activate(blas, threads)
+
+
+def _follow_parent() -> None:
+    """End this worker when its parent has died: a killed run must not leave captures computing behind it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _run_task(index: int, fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:

@@ -163,6 +163,8 @@ def tap(blocks: list[Block], features: Iterable[str] = ()) -> Iterator[Tap]:
                 (block.gate, _gate_call(collector, index)),
                 (block.switch, _switch_call(collector, index)),
             ):
+                if wrapper is None:
+                    continue
                 swapped.append((module, type(module)))
                 module.__class__ = _tapped(type(module), wrapper)
         yield collector
@@ -176,9 +178,12 @@ def _tapped(original: type, wrapper: Callable) -> type:
     return type(original.__name__, (original,), body)
 
 
-def _layer_call(collector: Tap, index: int) -> Callable:
+def _layer_call(collector: Tap, index: int) -> Callable | None:
+    """None where there is nothing to note: `[B, T]` is read at the first layer, for all."""
     note = collector.notes["pre_attention"][index].append if "pre_attention" in collector.features else None
     shape = collector.shapes.append if index == 0 else None
+    if note is None and shape is None:
+        return None
 
     def wrapper(call: Callable) -> Callable:
         def __call__(self, x, *args, **kwargs):
