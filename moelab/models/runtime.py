@@ -225,25 +225,24 @@ def run_workers(
     if not tasks:
         return []
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        messages = manager.Queue()
-        stop = threading.Event()
-        listener = threading.Thread(target=_listen, args=(messages, stop, on_progress), daemon=True)
-        listener.start()
-        pool = ProcessPoolExecutor(
-            min(workers, len(tasks)), context, initializer=_start_worker, initargs=(blas, threads, messages)
-        )
-        try:
-            futures = [pool.submit(_run_task, index, fn, kwargs) for index, kwargs in enumerate(tasks)]
-            for future in as_completed(futures):
-                future.result()
-            return [future.result() for future in futures]
-        except BrokenProcessPool as error:
-            raise MoelabError(f"a worker process died while running {fn.__module__}.{fn.__name__}") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-            stop.set()
-            listener.join()
+    messages = context.Queue()
+    stop = threading.Event()
+    listener = threading.Thread(target=_listen, args=(messages, stop, on_progress), daemon=True)
+    listener.start()
+    pool = ProcessPoolExecutor(
+        min(workers, len(tasks)), context, initializer=_start_worker, initargs=(blas, threads, messages)
+    )
+    try:
+        futures = [pool.submit(_run_task, index, fn, kwargs) for index, kwargs in enumerate(tasks)]
+        for future in as_completed(futures):
+            future.result()
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise MoelabError(f"a worker process died while running {fn.__module__}.{fn.__name__}") from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+        stop.set()
+        listener.join()
 
 
 def _listen(messages: Any, stop: threading.Event, on_progress: Callable[[int, Any], None] | None) -> None:

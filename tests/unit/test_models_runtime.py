@@ -2,7 +2,12 @@
 
 import ctypes.util
 import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 import worker_jobs
 
@@ -155,3 +160,23 @@ def test_known_routes_are_the_same_under_every_library_and_without_a_compiler(mo
         )
     for result in results:
         assert result == results[0] and result[0][0] == 3
+
+
+def test_workers_end_with_a_killed_parent():
+    support = Path(worker_jobs.__file__).parent
+    job = "worker_jobs.sleep_then_mark, [dict(folder=None, name='', seconds=300)], workers=1"
+    script = (
+        f"import sys; sys.path.insert(0, {str(support)!r})\n"
+        "import worker_jobs\nfrom moelab.models import run_workers\n"
+        f"if __name__ == '__main__':\n    run_workers({job})\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script])
+    family = psutil.Process(parent.pid)
+    deadline = time.monotonic() + 60
+    # the tracker of resources, and the worker
+    while len(found := family.children(recursive=True)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(found, timeout=60)  # the job alone would take five times as long
+    assert len(found) >= 2 and not alive
