@@ -48,6 +48,7 @@ def cost_model(model: str, options: CaptureOptions, observations: Path) -> Path:
         params={
             "steps": options.cost_steps,
             "repeats": options.cost_repeats,
+            "figures_version": 2,
             "runtime": models.runtime_identity(loaded.precision),
         },
         make=make,

@@ -66,16 +66,17 @@ def sequence_kinds(observations: Mapping[str, Artifact]) -> pd.DataFrame:
 
 
 def capture_cost(cost: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """One row a model: milliseconds a token with taps on and off, median paired overhead and its quartiles, n."""
+    """One row a model: processor time a token with taps on and off, median paired overhead and its quartiles, n."""
     return pd.DataFrame(
         [
             {
                 "model": model,
-                "on (ms)": c["on_ms"],
-                "off (ms)": c["off_ms"],
+                "on (CPU ms)": c["on_ms"],
+                "off (CPU ms)": c["off_ms"],
                 "overhead": c["overhead"],
                 "lower quartile": c["overhead_quartiles"][0],
                 "upper quartile": c["overhead_quartiles"][1],
+                "overhead on the clock": c["wall_overhead"],
                 "n": c["n"],
             }
             for model, c in cost.items()
