@@ -154,7 +154,8 @@ def seven(evidence: Mapping[str, Evidence], options: ValueOptions) -> pd.DataFra
     sidecar = pd.DataFrame(
         [{"model": m, "control": "7. learned sidecar", "status": "refused: no drafter"} for m in evidence]
     )
-    return pd.concat([joined.assign(status="run"), sidecar], ignore_index=True).sort_values(["model", "control"])
+    both = pd.concat([joined.assign(status="run"), sidecar], ignore_index=True)
+    return both.astype({"n": "Int64"}).sort_values(["model", "control"])
 
 
 def _estimate(row: Mapping[str, Any]) -> dict[str, Any]:
