@@ -1,6 +1,5 @@
 """The vault opens a record whole or not at all, and a destroyed key opens nothing."""
 
-import multiprocessing
 import os
 import signal
 import stat
@@ -172,18 +171,23 @@ def test_each_thread_has_its_own_key(vault):
     assert {str(key) for key in vault.identities()} == {str(vault.key(A)), str(vault.key(B))}
 
 
-def make_key(folder, start):
-    start.wait()
-    return str(Vault(folder).key(A, create=True).to_public())
+MAKE_KEY = """
+import sys
+from moelab.flywheel.vault import Vault
+sys.stdin.readline()
+print(Vault(sys.argv[1]).key("a" * 16, create=True).to_public())
+"""
 
 
 def test_two_processes_make_one_key(tmp_path):
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        start = manager.Barrier(2)
-        with context.Pool(2) as pool:
-            keys = pool.starmap(make_key, [(tmp_path, start)] * 2)
-    assert len(set(keys)) == 1
+    command = [sys.executable, "-c", MAKE_KEY, str(tmp_path)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as other:
+        for process in (one, other):
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        keys = {process.communicate()[0] for process in (one, other)}
+    assert len(keys) == 1 and keys.pop().startswith("age1")
 
 
 def test_a_key_made_meanwhile_is_kept(vault, monkeypatch):
