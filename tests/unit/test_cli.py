@@ -25,10 +25,9 @@ def write_run(world, *statuses, name="a-run"):
         Verdict(gate=gate, model="softmax", status=status, question="q?", reason="" if status == "pass" else "because")
         for gate, status in enumerate(statuses)
     ]
-    record.write(
-        folder,
-        RunRecord(schema_version=1, run=name, profile="tiny", finished="2026-11-30T00:00:00+00:00", notebooks=[], verdicts=verdicts),
-    )  # fmt: skip
+    finished = "2026-11-30T00:00:00+00:00"
+    found = RunRecord(schema_version=1, run=name, profile="tiny", finished=finished, notebooks=[], verdicts=verdicts)
+    record.write(folder, found)
     return folder
 
 
