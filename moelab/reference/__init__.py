@@ -17,7 +17,7 @@ _HOMES = {
     "recipe": ("FAMILIES", "Recipe", "make_network"),
     "routers": ("RouterTap", "balance_loss"),
     "training": ("Trained", "evaluate", "train"),
-    "export": ("export", "expert_tensors", "load_torch"),
+    "checkpoint": ("export", "expert_tensors", "load_torch"),
     "comparison": ("Comparison", "compare"),
     "figures": ("Figure", "RouteFigures", "domain_distance", "load_balance", "overlap", "route_figures", "use_counts"),
     "calibration": ("calibrate", "real_figures"),

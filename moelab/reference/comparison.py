@@ -64,7 +64,7 @@ def compare(folder: str | Path, tokens: np.ndarray) -> Comparison:
     """Run `tokens [B,T]` through the checkpoint in torch and in mlx, both float32, without a cache."""
     import torch
 
-    from .export import load_torch
+    from .checkpoint import load_torch
     from .routers import RouterTap
 
     network = load_torch(folder)

@@ -92,7 +92,7 @@ def _built(options: ReferenceOptions, family: str, corpus: Corpus, tell: Callabl
     def make(folder: Path) -> Mapping[str, Any]:
         import torch
 
-        from .export import export
+        from .checkpoint import export
         from .training import evaluate, train
 
         tokenizer = load_tokenizer(given) if given else train_tokenizer(_texts(corpus), options.vocabulary)

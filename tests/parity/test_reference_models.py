@@ -9,7 +9,7 @@ import torch
 
 from moelab.artifacts import digest_file, read_json, root
 from moelab.errors import ArtifactError, IdentityError, MissingArtifactError
-from moelab.reference import calibration, card, comparison, export, notebook
+from moelab.reference import calibration, card, checkpoint, comparison, notebook
 from moelab.reference.recipe import FAMILIES
 from moelab.reference.tokens import SPECIAL, encode, load_tokenizer, windows
 from moelab.reference.training import evaluate
@@ -57,7 +57,7 @@ def test_the_correction_bias_makes_no_selection_score_negative():
     from safetensors.numpy import load_file
 
     weights = load_file(MODELS / "sigmoid" / "model.safetensors")
-    biases = [value for name, value in weights.items() if name.endswith(export.BIAS)]
+    biases = [value for name, value in weights.items() if name.endswith(checkpoint.BIAS)]
     assert len(biases) == 8 and all(bias.min() >= 0 and bias.dtype == np.float32 for bias in biases)
 
 
@@ -80,7 +80,7 @@ def test_a_committed_loss_is_computed_again(moelab_data, name):
 
     text = gzip.decompress((moelab_data / "corpus" / "tool_bfcl.val.txt.gz").read_bytes()).decode()
     streams = encode({"tool_bfcl": text.split("\x1e")}, tokenizer)
-    network = export.load_torch(MODELS / name)
+    network = checkpoint.load_torch(MODELS / name)
     limit, window = figures["text"]["windows_a_domain"], figures["text"]["window"]
     nats, tokens = evaluate(network, streams, window=window, limit=limit)["tool_bfcl"]
     assert tokens == figures["loss"]["tool_bfcl"]["tokens"]
@@ -156,7 +156,7 @@ def test_what_is_exported_is_what_was_trained(built, family):
     layer = network.model.layers[1].mlp
     if family == "sigmoid":
         layer.gate.e_score_correction_bias.copy_(torch.linspace(-2.0, 1.0, 16))
-    tensors = export.expert_tensors(network)
+    tensors = checkpoint.expert_tensors(network)
     gate, up = layer.experts.gate_up_proj[3].detach().split(32)
     np.testing.assert_array_equal(tensors["model.layers.1.mlp.experts.3.gate_proj.weight"], gate.half().numpy())
     np.testing.assert_array_equal(tensors["model.layers.1.mlp.experts.3.up_proj.weight"], up.half().numpy())
@@ -176,7 +176,7 @@ def test_a_weight_that_half_precision_cannot_hold_is_refused(built, tmp_path):
     with torch.no_grad():
         network.model.norm.weight[3] = 1e6
     with pytest.raises(ArtifactError, match="model.norm.weight"):
-        export.export(network, load_tokenizer(models["softmax"].file("tokenizer.json")), tmp_path)
+        checkpoint.export(network, load_tokenizer(models["softmax"].file("tokenizer.json")), tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["gate and up swapped", "negative bias", "norm"])
@@ -215,7 +215,7 @@ def test_a_faulty_export_is_noticed(built, tmp_path, fault):
 def test_calibration_measures_what_training_measures(built):
     options, models, _ = built
     found = calibration.calibrate(models["softmax"].path, options.text_folder(), limit=4, window=160, blas="reference")
-    network = export.load_torch(models["softmax"].path)
+    network = checkpoint.load_torch(models["softmax"].path)
     tokenizer = load_tokenizer(models["softmax"].file("tokenizer.json"))
     from moelab.reference.corpus import read_corpus
 

@@ -186,3 +186,17 @@ def test_the_chat_template_refuses_an_unknown_role():
     tokenizer = AutoTokenizer.from_pretrained(root() / "artifacts" / "models" / "softmax")
     with pytest.raises(TemplateError, match="unknown role: narrator"):
         tokenizer.apply_chat_template([{"role": "narrator", "content": "x"}], tokenize=False)
+
+
+def test_a_public_name_is_never_also_the_name_of_a_module():
+    """Importing such a module would put it in the place of the function."""
+    import importlib
+
+    from moelab import reference
+
+    homes = set(reference._HOMES)
+    assert not homes & set(reference.__all__)
+    for home in homes:
+        importlib.import_module(f"moelab.reference.{home}")
+    assert all(getattr(reference, name) is not None for name in reference.__all__)
+    assert callable(reference.export)
