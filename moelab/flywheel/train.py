@@ -31,7 +31,7 @@ from ..errors import GateRefusedError, GeometryError, IdentityError, RecordError
 from .calibrate import calibrate
 from .predictors import NearTermPredictor, anchored, as_tensor
 
-ANCHOR_ROWS = 4096
+ANCHOR_ROWS = 1024
 """Rows that the gate's first gain and bias are fitted on: two numbers a layer need no more."""
 
 

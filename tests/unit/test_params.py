@@ -50,8 +50,9 @@ def profile(tmp_path, monkeypatch):
     [
         ("rate: 1e-4", "wrong type; file: {file}; field: StudyOptions.rate; got: '1e-4', expected: float; fix: this is "
          "text: YAML reads a number like 1e-4 as text, write 1.0e-4 and no quotes"),
-        ("budget: 1e9", "wrong type; file: {file}; field: StudyOptions.budget; got: '1e9', expected: int | None; fix: "),
-        ("budget: 5.0", "wrong type; file: {file}; field: StudyOptions.budget; got: 5.0, expected: int | None; fix: write 5"),
+        ("budget: 1e9", "wrong type; file: {file}; field: StudyOptions.budget; got: '1e9', expected: int | None; "),
+        ("budget: 5.0", "wrong type; file: {file}; field: StudyOptions.budget; got: 5.0, expected: int | None; "
+         "fix: write 5"),
         ("budget: '5'", "wrong type; file: {file}; field: StudyOptions.budget; got: '5', expected: int | None; fix: "),
         ("seed: 1.0", "wrong type; file: {file}; field: StudyOptions.seed; got: 1.0, expected: int; fix: write 1"),
         ("seed: 1.5", "wrong type; file: {file}; field: StudyOptions.seed; got: 1.5, expected: int"),
@@ -60,31 +61,36 @@ def profile(tmp_path, monkeypatch):
         ("name: yes", "wrong type; file: {file}; field: StudyOptions.name; got: True, expected: str; fix: YAML reads a "
          "bare on, off, yes or no as a boolean: quote it"),
         ("name: 2026-01-02", "wrong type; file: {file}; field: StudyOptions.name; got: datetime.date(2026, 1, 2), "),
-        ("label: no", "wrong type; file: {file}; field: StudyOptions.label; got: False, expected: str | None; fix: YAML"),
+        ("label: no", "wrong type; file: {file}; field: StudyOptions.label; got: False, expected: str | None; "
+         "fix: YAML"),
         ("on: yes", "unknown parameter; file: {file}; field: True; got: True, expected: ['budget', 'ceiling', 'kind', "
-         "'kinds', 'label', 'models', 'name', 'on', 'profile', 'rate', 'seed', 'shares', 'sizes', 'threads']; fix: YAML "
-         "reads a bare on, off, yes or no as a boolean: quote it"),
+         "'kinds', 'label', 'models', 'name', 'on', 'profile', 'rate', 'seed', 'shares', 'sizes', 'threads']; fix: "
+         "YAML reads a bare on, off, yes or no as a boolean: quote it"),
         ("'on': 1", "wrong type; file: {file}; field: StudyOptions.on; got: 1, expected: bool"),
         ("'on': 'yes'", "wrong type; file: {file}; field: StudyOptions.on; got: 'yes', expected: bool"),
         ("raet: 0.1", "unknown parameter; file: {file}; field: raet; got: 0.1, expected: ['budget', "),
         ("rate: .nan", "wrong type; file: {file}; field: StudyOptions.rate; got: nan, expected: float"),
         ("shares: [.inf]", "wrong type; file: {file}; field: StudyOptions.shares; got: [inf], expected: list[float]"),
         ("rate: true", "wrong type; file: {file}; field: StudyOptions.rate; got: True, expected: float"),
-        ("rate: 1.5", "out of range; file: {file}; field: StudyOptions.rate; got: 1.5, expected: at least 0.0, at most 1.0"),
-        ("rate: -1", "out of range; file: {file}; field: StudyOptions.rate; got: -1, expected: at least 0.0, at most 1.0"),
+        ("rate: 1.5", "out of range; file: {file}; field: StudyOptions.rate; got: 1.5, expected: at least "
+         "0.0, at most 1.0"),
+        ("rate: -1", "out of range; file: {file}; field: StudyOptions.rate; got: -1, expected: at least "
+         "0.0, at most 1.0"),
         ("budget: 0", "out of range; file: {file}; field: StudyOptions.budget; got: 0, expected: at least 1"),
         ("ceiling: 10", "out of range; file: {file}; field: StudyOptions.ceiling; got: 10, expected: at most 9.0"),
-        ("sizes: [1, 65]", "out of range; file: {file}; field: StudyOptions.sizes; got: 65, expected: at least 1, at most 64"),
+        ("sizes: [1, 65]", "out of range; file: {file}; field: StudyOptions.sizes; got: 65, expected: at least 1, "
+         "at most 64"),
         ("sizes: [1, 2.0]", "wrong type; file: {file}; field: StudyOptions.sizes; got: [1, 2.0], expected: list[int]"),
         ("sizes: [true]", "wrong type; file: {file}; field: StudyOptions.sizes; got: [True], expected: list[int]"),
         ("sizes: 3", "wrong type; file: {file}; field: StudyOptions.sizes; got: 3, expected: list[int]"),
         ("sizes: []", "empty list; file: {file}; field: StudyOptions.sizes; got: [], expected: at least one item"),
         ("kind: fifo", "unknown choice; file: {file}; field: StudyOptions.kind; got: 'fifo', expected: ('lru', 'opt')"),
-        ("kinds: [lru, fifo]", "unknown choice; file: {file}; field: StudyOptions.kinds; got: 'fifo', expected: ('lru', "),
+        ("kinds: [lru, fifo]", "unknown choice; file: {file}; field: StudyOptions.kinds; got: 'fifo', expected: "),
         ("seed: 1\nseed: 2", "parameter given twice; file: {file}; field: seed"),
         ("- seed", "not a mapping; file: {file}; got: ['seed'], expected: name: value lines"),
         ("seed: [1", "not valid YAML; file: {file}; got: "),
-        ("profile: reference", "file of another profile; file: {file}; field: profile; got: 'reference', expected: tiny"),
+        ("profile: reference", "file of another profile; file: {file}; field: profile; got: 'reference', "
+         "expected: tiny"),
     ],
 )  # fmt: skip
 def test_refused_with_file_field_got_and_expected(profile, text, message):
