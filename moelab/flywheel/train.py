@@ -175,6 +175,8 @@ def _check(model: NearTermPredictor, examples: Examples, recipe: Recipe) -> None
         raise RecordError("id out of range", field="ids", got=got, expected=f"0 to {own.experts - 1}")
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise RecordError("an expert twice in one row", field="ids", expected=f"{own.top_k} different experts")
+    first = examples.rows(slice(0, 1))
+    model.scores(first.features, first.gate_scores)  # checks shapes, before anything is anchored
 
 
 @torch.no_grad()
@@ -210,7 +212,8 @@ def _step(model, optimiser, batch: Examples, recipe: Recipe, step: int, total: i
     optimiser.zero_grad(set_to_none=True)
     value = loss(model(as_tensor(batch.features, device), gate), ids, recipe)
     if not bool(torch.isfinite(value)):
-        raise RecordError("loss is not finite", field="features, gate_scores", got=f"{float(value)} at step {step}")
+        got = f"{float(value.detach())} at step {step}"
+        raise RecordError("loss is not finite", field="features, gate_scores", got=got)
     value.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimiser.step()
