@@ -29,7 +29,7 @@ lab: $(STAMP) system-run
 notebooks: $(STAMP)
 	$(BIN)/python -m moelab.lab.refresh notebooks/[0-9]*.ipynb
 
-# The slow study behind the README's parity figures: every family, precision and BLAS.
+# The slow study of where prefill is decode: every family, precision and BLAS.
 parity-table: $(STAMP) system-run
 	$(BIN)/python -m moelab.flywheel.parity_table reports/committed/parity_table.json
 

@@ -181,6 +181,7 @@ def _uid(thread: str, threads: str | None) -> str:
     """The uid of a thread given by uid or by id; an id that several threads carry is refused."""
     from . import artifacts
     from .errors import ContractError
+    from .flywheel.vault import Vault
     from .threads import read
 
     found = {
@@ -190,14 +191,28 @@ def _uid(thread: str, threads: str | None) -> str:
     }
     if len(found) > 1:
         raise ContractError("thread id is not unique", field="thread", got=thread, expected=f"one of {sorted(found)}")
-    # A thread that is in no file any more can still have a key: its uid is taken as given, and checked by the vault.
-    return found.pop() if found else thread
+    if found:
+        return found.pop()
+    # A thread that is in no file any more can still have a key, a tombstone or records, under its whole uid.
+    vault = Vault()
+    known = {path.stem for path in vault.keys.glob("*.key")} | set(vault.forgotten())
+    known |= {path.name.split(".")[0] for path in artifacts.artifacts_dir().rglob("*.age")}
+    if thread not in known:
+        raise ContractError(
+            "no such thread",
+            field="thread",
+            got=thread,
+            expected="an id of the threads file, or the uid of a captured thread",
+        )
+    return thread
 
 
-def _names(folder: Path, *needles: str) -> bool:
-    return any(
-        needle.encode() in file.read_bytes() for file in folder.iterdir() if file.is_file() for needle in needles
-    )
+def _names(folder: Path, *names: str) -> bool:
+    """Whether a file of the folder names the thread, by uid or by id, as a whole word."""
+    import re
+
+    whole = re.compile(rb"(?<![\w-])(" + b"|".join(re.escape(name.encode()) for name in names) + rb")(?![\w-])")
+    return any(whole.search(file.read_bytes()) for file in folder.iterdir() if file.is_file())
 
 
 if __name__ == "__main__":

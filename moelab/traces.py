@@ -31,13 +31,19 @@ def read_trace(path: str | Path) -> Routes:
         RecordError: unknown format or columns, a torn file, or values that `Routes.validate` refuses.
     """
     path = Path(path)
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise RecordError("a trace cannot be read", file=path, got=error.strerror, expected="a file") from None
     if path.suffix == ".gz":
         try:
             raw = gzip.decompress(raw)
         except (EOFError, gzip.BadGzipFile) as error:
             raise RecordError("a trace cannot be unpacked", file=path, got=str(error), expected="whole gzip") from error
-    text = raw.decode("utf-8")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RecordError("a trace is not text", file=path, got=str(error), expected="UTF-8") from None
     first = text.split("\n", 1)[0]
     if first.strip() == "# route_trace v1":
         return _read_route_trace_v1(text, path)

@@ -94,7 +94,7 @@ def capture_model(model: str, options: CaptureOptions) -> Path:
             inputs={
                 **loaded.digests,
                 "threads": artifacts.digest_json([t.content for t in threads]),
-                "forgotten": forgotten,
+                "forgotten": artifacts.digest_json(forgotten),
             },
             params={**options.recorded(), "runtime": study.runtime},
             make=lambda folder: study.write(folder, vault),

@@ -34,7 +34,7 @@ from .observe import Observation
 from .residency import Visits, replay
 
 RESULT = "ceiling.json"
-FIGURES_VERSION = 2
+FIGURES_VERSION = 3
 """Raise when `_study` writes other figures, so that older artefacts are not taken for these."""
 
 
@@ -48,6 +48,8 @@ class System:
     source: str
 
 
+MACHINE = "this machine"
+"""Judged on the disk and compute measured here: what to ask of a model of your own."""
 SYSTEMS = {
     system.name: system
     for system in (
@@ -63,7 +65,10 @@ class CeilingOptions(Options):
     notebook: ClassVar[str] = "10"
 
     system: str = param(
-        "MER, Qwen3-Coder-30B", "system whose ratio and cache share Gate 0 is judged at", choices=tuple(SYSTEMS)
+        "MER, Qwen3-Coder-30B", "system whose ratio and cache share Gate 0 is judged at", choices=(*SYSTEMS, MACHINE)
+    )
+    machine_cache: float = param(
+        0.125, "share of all expert bytes that a cache holds on this machine", min=0.01, max=1.0
     )
     lead: float = param(1.0, "layers between issuing a read and needing it", min=0.0)
     smallest_speedup: float = param(1.1, "speed-up by perfect prefetch that would matter", min=1.0)
@@ -78,7 +83,12 @@ def ceiling(options: CeilingOptions, *, on_progress: stage.Progress | None = Non
     jobs = {model: {"observations": observed[model]} for model in options.models}
     found = stage.run(ceiling_model, options, jobs, blas="auto", on_progress=on_progress)
     return {
-        model: {**artifacts.read_json(a.file(RESULT)), "inputs": dict(a.manifest.inputs)} for model, a in found.items()
+        model: {
+            **artifacts.read_json(a.file(RESULT)),
+            "inputs": dict(a.manifest.inputs),
+            "runtime": a.manifest.params["runtime"],
+        }
+        for model, a in found.items()
     }
 
 
@@ -92,11 +102,11 @@ def verdict(model: str, figures: dict[str, Any], options: CeilingOptions) -> Ver
         smallest_speedup=options.smallest_speedup,
         figures={
             "system": options.system,
-            "read_to_compute": SYSTEMS[options.system].read_to_compute,
-            "cache_fraction": SYSTEMS[options.system].cache_fraction,
             **{
                 name: judged[name]
                 for name in (
+                    "read_to_compute",
+                    "cache_fraction",
                     "io_share",
                     "amdahl",
                     "hit_rate",
@@ -115,6 +125,7 @@ def verdict(model: str, figures: dict[str, Any], options: CeilingOptions) -> Ver
         standard_errors={"hit_rate": judged["hit_rate_se"]} if judged["hit_rate_se"] is not None else {},
         n={"tokens": figures["tokens"], "threads": figures["threads"]},
         inputs=figures["inputs"],
+        runtime=figures["runtime"],
     )
 
 
@@ -139,7 +150,9 @@ def ceiling_model(model: str, options: CeilingOptions, observations: Path) -> Pa
         observed = list(records.open(entries, loaded, purpose="evaluate"))
         result = _study(loaded, observed, options)
         artifacts.write_json(folder / RESULT, result)
-        return {"content": artifacts.digest_json({k: v for k, v in result.items() if k != "machine"})}
+        return {
+            "content": artifacts.digest_json({k: v for k, v in result.items() if k in ("tokens", "threads", "curves")})
+        }
 
     built = artifacts.build(
         "ceiling",
@@ -185,12 +198,13 @@ def _study(loaded, observed: list[Observation], options: CeilingOptions) -> dict
         return at_ratio(routes, visits, counted, budget, system.read_to_compute, options.lead)
 
     found = {name: at(system) for name, system in SYSTEMS.items()}
+    found[MACHINE], machine = _machine(loaded, observed, routes, visits, counted, total, options)
     judged = found[options.system].break_even
     return {
         "tokens": int(counted.sum()),
         "threads": len(observed),
         "total_bytes": total,
-        "systems": {name: _figures(c) for name, c in found.items()},
+        "systems": {name: _figures(c, total) for name, c in found.items()},
         "curves": _curves(routes, visits, counted, [int(f * total) for f in options.budgets], options.budgets),
         "contour": [
             {"recall": float(r), "waste": float(w), "speedup": float(judged.speedup[i, j])}
@@ -202,7 +216,7 @@ def _study(loaded, observed: list[Observation], options: CeilingOptions) -> dict
             for r, p in zip(judged.recall, judged.precision_needed, strict=True)
             if np.isfinite(p)
         ],
-        "machine": _machine(loaded, observed, routes, visits, counted, total, options),
+        "machine": machine,
     }
 
 
@@ -217,8 +231,10 @@ def at_ratio(routes: Routes, visits: Visits, counted, budget: int, ratio: float,
     )  # fmt: skip
 
 
-def _figures(c: Ceiling) -> dict[str, Any]:
+def _figures(c: Ceiling, total: int) -> dict[str, Any]:
     return {
+        "read_to_compute": c.overlap.io_s / c.overlap.compute_s,
+        "cache_fraction": c.budget / total,
         "speedup": c.overlap.speedup,
         "amdahl": c.overlap.amdahl,
         "io_share": c.overlap.io_share,
@@ -257,18 +273,20 @@ def _curves(routes: Routes, visits: Visits, counted, budgets: list[int], shares:
     return rows
 
 
-def _machine(loaded, observed, routes: Routes, visits, counted, total: int, options: CeilingOptions) -> dict[str, Any]:
+def _machine(
+    loaded, observed, routes: Routes, visits, counted, total: int, options: CeilingOptions
+) -> tuple[Ceiling, dict[str, Any]]:
     """This machine: measured disk, measured compute, and the bound they give at the judged cache share."""
     with tempfile.TemporaryDirectory(dir=artifacts.artifacts_dir()) as folder:
         profile = disk.measure(folder, file_bytes=64 << 20, seconds=options.disk_seconds, repeats=3)
     compute_s = _compute_seconds(loaded, observed[0].token_ids, options.compute_steps)
-    budget = int(SYSTEMS[options.system].cache_fraction * total)
+    budget = int(options.machine_cache * total)
     found = bound(
         visits, routes.expert_bytes, top_k=routes.top_k, budget=budget, compute_s=compute_s,
         read_s=profile.miss_table(routes.expert_bytes, routes.top_k), lead=options.lead,
         clusters=routes.thread, counted=counted,
     )  # fmt: skip
-    return {
+    return found, {
         "compute_ms": compute_s * 1e3,
         "io_ms": found.io_s.value * 1e3,
         "speedup": found.overlap.speedup,

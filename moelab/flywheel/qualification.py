@@ -22,7 +22,7 @@ from .engine import ResidentEngine
 from .gates import Verdict, gate1
 from .observations import Records
 
-FIGURES_VERSION = 2
+FIGURES_VERSION = 3
 """Raise when `_qualify` writes other figures, so that older artefacts are not taken for these."""
 COUNTS = ("order_mismatches", "set_mismatches", "token_mismatches", "position_mismatches", "prefix_mismatches")
 
@@ -114,6 +114,7 @@ def _qualify(folder: Path, loaded, records: Records, runtime: dict[str, Any], op
         "diagnostic": parity.diagnose(loaded, longest[0], options.shape, folder),
         "speeds": speed,
         "runtime": runtime,
+        "inputs": {"observations": records.artifact.content},
     }
     artifacts.write_json(folder / "parity.json", result)
     return {"content": artifacts.digest_json(figures), "decoded": found.decoded, "rows": found.rows}
@@ -176,4 +177,5 @@ def verdict(model: str, figures: dict[str, dict[str, Any]], options: ReplayOptio
             "decode_tokens_per_second": float(np.median(f["speeds"]["decode"])),
         },
         runtime=f["runtime"],
+        inputs=f["inputs"],
     )

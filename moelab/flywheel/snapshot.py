@@ -69,7 +69,7 @@ def snapshot_model(model: str, options: SnapshotOptions, observations: Path, rou
     built = artifacts.build(
         "snapshot",
         inputs={"observations": records.artifact.content, "routes": rows.content},
-        params=options.own(),
+        params={**options.own(), "runtime": records.artifact.manifest.params["runtime"]},
         make=lambda folder: _build(folder, loaded, records, rows, options),
     )
     return built.path
@@ -276,6 +276,7 @@ def verdict(model: str, artifact: Artifact, options: SnapshotOptions) -> Verdict
         },
         figures={name: counts[name] for name in ("windows", "windows_dropped", "near_identical_pairs")},
         inputs={"snapshot": artifact.content, **artifact.manifest.inputs},
+        runtime=artifact.manifest.params["runtime"],
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from .. import artifacts
 from ..errors import MissingArtifactError, ParameterError
 from ..params import PROFILES, Options
+from ..threads import read
 from . import notebooks
 
 LIBRARIES = ("mlx", "mlx-lm", "torch", "numpy", "tokenizers")
@@ -114,13 +115,29 @@ def _is_upstream(node: Node, chosen: set[str], dag: tuple[Node, ...]) -> bool:
 
 def _digest(path: Path, options: Options, upstream: list[str]) -> str:
     source = [[cell.cell_type, cell.source] for cell in notebooks.load(path).cells]
-    models = [_content(_model_path(model)) or model for model in options.models]
+    models = [_content(_model_path(model)) or _repository(model) for model in options.models]
     threads = artifacts.root() / options.threads
     if (threads_content := _content(threads)) is None:
         raise MissingArtifactError("no such threads", file=threads)
+    _readable(threads)
     versions = {library: importlib.metadata.version(library) for library in LIBRARIES}
     parts = [source, asdict(options), _package(), models, threads_content, versions, upstream]
     return artifacts.digest_json(parts)
+
+
+@cache
+def _readable(threads: Path) -> None:
+    """Read every thread once, so that a broken line is refused before a kernel starts."""
+    read(threads)
+
+
+def _repository(model: str) -> str:
+    """A repository id `owner/name`, which is identified by its name. Raises MissingArtifactError on anything else."""
+    if model.count("/") != 1 or model.startswith((".", "/")) or not all(model.split("/")):
+        raise MissingArtifactError(
+            "no such model", file=model, expected="a name under artifacts/models, a checkpoint folder, or owner/name"
+        )
+    return model
 
 
 def _model_path(model: str) -> Path:

@@ -21,7 +21,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 from .. import artifacts
-from ..errors import MoelabError
+from ..errors import MoelabError, ParameterError
 from ..flywheel.gates import GATES, Verdict
 from . import notebooks, record, render, report
 from .execute import Kernels, execute
@@ -56,10 +56,12 @@ def run(
     """
     overrides = {"models": models, "threads": threads and _short(Path(threads).resolve()), "seed": seed}
     overrides = {key: value for key, value in overrides.items() if value is not None}
+    if workers is not None and workers < 1:
+        raise ParameterError("no notebook would run", field="workers", got=workers, expected=">= 1")
     jobs = plan(profile, overrides, only=only, folder=folder, dag=dag)
     target = into or artifacts.root() / "reports" / (name or profile)
     target.mkdir(parents=True, exist_ok=True)
-    workers = workers or min(2, os.cpu_count() or 1)
+    workers = min(2, os.cpu_count() or 1) if workers is None else workers
     say(f"{len(jobs)} notebooks at profile {profile}, {workers} at a time, into {_short(target)}/")
     with _threads_per_kernel(workers):
         entries = _execute_all(jobs, target, workers, say, dag)

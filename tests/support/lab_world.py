@@ -111,7 +111,7 @@ def make(root: Path) -> World:
     (root / "lab_world_options.py").write_text(OPTIONS)
     (root / "pyproject.toml").write_text("")
     (root / "artifacts" / "threads").mkdir(parents=True)
-    (root / "artifacts" / "threads" / "a.jsonl").write_text("{}\n")
+    (root / "artifacts" / "threads" / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     for model in ("softmax", "sigmoid"):
         (root / "artifacts" / "models" / model).mkdir(parents=True)
         (root / "artifacts" / "models" / model / "config.json").write_text("{}")

@@ -163,4 +163,4 @@ def test_forget_refuses_a_name_that_is_no_thread(world, monkeypatch, capsys):
     monkeypatch.setenv("MOELAB_ARTIFACTS", str(world.root / "artifacts"))
     (world.root / "mine.jsonl").write_text(LINE % (0, "user", 0) + LINE % (1, "assistant", 1))
     assert main(["forget", "../keys", "--threads", str(world.root / "mine.jsonl")]) == 3
-    assert "not a thread uid" in capsys.readouterr().err
+    assert "no such thread; field: thread; got: '../keys'" in capsys.readouterr().err

@@ -184,7 +184,7 @@ def test_only_keeps_what_is_still_true(finished, no_kernels):
 
 
 def test_models_and_threads_reach_the_notebooks(world):
-    (world.root / "mine.jsonl").write_text("{}\n")
+    (world.root / "mine.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     result, _ = run(models=["sigmoid"], threads=str(world.root / "mine.jsonl"), only=["21"])
     assert [verdict.model for verdict in result.verdicts] == ["sigmoid"]
     executed = nbformat.read(world.root / "reports" / "tiny" / "21.ipynb", as_version=4)

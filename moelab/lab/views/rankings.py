@@ -73,6 +73,21 @@ def reliability(frame: pd.DataFrame, *, where: str = "validation") -> pd.DataFra
     return part.assign(predicted=part["group"].astype(float), observed=part["value"])
 
 
+def metrics(frame: pd.DataFrame, *, where: str = "validation") -> pd.DataFrame:
+    """One row a ranking: exact set and order, precision, reciprocal rank."""
+    names = ["exact set", "exact order", "precision@1x", "precision@2x", "precision@4x", "reciprocal rank"]
+    part = frame[frame["metric"].isin(names) & (frame["set"] == where) & (frame["group"] == "all")]
+    wide = part.pivot_table(index=["model", "horizon", "ranking"], columns="metric", values="value", sort=False)
+    return wide[names].reset_index().rename_axis(columns=None)
+
+
+def by_domain(frame: pd.DataFrame, *, where: str = "validation") -> pd.DataFrame:
+    """Recall at 1 x K by domain of the thread, with standard error and n."""
+    return by_group(frame, "domain", where=where)[
+        ["model", "horizon", "ranking", "domain", "value", "se", "n"]
+    ].dropna()
+
+
 def calibration_rows(frame: pd.DataFrame, *, where: str = "validation") -> pd.DataFrame:
     """Calibration error, conformal candidates and what they cover, by model and arm."""
     parts = [

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ...flywheel.ceiling import SYSTEMS
 from ...flywheel.gates import GATES, Verdict
 
 
@@ -25,8 +24,8 @@ def systems(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
             {
                 "model": model,
                 "system": name,
-                "read / compute": SYSTEMS[name].read_to_compute,
-                "cache share": SYSTEMS[name].cache_fraction,
+                "read / compute": c["read_to_compute"],
+                "cache share": c["cache_fraction"],
                 "read share of time": c["io_share"],
                 "speed-up bound": c["speedup"],
                 "Amdahl": c["amdahl"],
