@@ -167,6 +167,8 @@ def build(
         staging.mkdir(exist_ok=True)
         (staging / MANIFEST).unlink(missing_ok=True)  # of a build killed just before its rename
         counts = dict(make(staging))
+        if (staging / MANIFEST).exists():
+            raise ArtifactError("the maker wrote a file that is ours to write", file=staging / MANIFEST)
         for scratch in list(staging.rglob(".*")):
             shutil.rmtree(scratch) if scratch.is_dir() else scratch.unlink(missing_ok=True)
         files = {name: digest_file(staging / name) for name in _files(staging)}

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,12 @@ def test_killed_just_before_the_rename_builds_again(monkeypatch):
         made()
     monkeypatch.setattr(os, "replace", replace)
     assert MANIFEST not in made().manifest.files
+
+
+def test_maker_may_not_write_the_manifest():
+    with pytest.raises(ArtifactError, match="ours to write; file: .*manifest.json"):
+        made(make=lambda folder: artifacts.write_json(folder / MANIFEST, {}) or {})
+    assert made().counts["rows"] == 3
 
 
 def test_scratch_survives_a_failure_but_not_the_seal():
@@ -291,11 +298,13 @@ def test_lock_of_a_killed_holder_is_free(holder, monkeypatch):
 
 def test_waiting_says_on_whom_and_ends(holder, monkeypatch, caplog):
     monkeypatch.setattr(artifacts, "LOCK_TIMEOUT_S", 0.2)
+    began = time.monotonic()
     with (
         caplog.at_level(logging.WARNING, "moelab.artifacts"),
         pytest.raises(ArtifactError, match=f"still building this; .*got: 'process {holder.pid} on .*within 0.2 s"),
     ):
         made()
+    assert time.monotonic() - began < 20  # seconds, on a machine with other things to do
     assert f"waiting for process {holder.pid} on" in caplog.text
 
 
