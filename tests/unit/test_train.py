@@ -243,6 +243,15 @@ def test_equal_seeds_train_equal_weights_and_the_seed_matters():
     assert len(ends[0][1]) == RECIPE.epochs
 
 
+def test_every_epoch_has_its_own_order_of_all_rows():
+    losses = []
+    still = replace(RECIPE, learning_rate=0.0, batch=1)
+    fit(start(), ROWS, still, gate1="pass", on_step=lambda step, steps, value: losses.append(value))
+    first, second, third = np.reshape(losses, (3, 50)).tolist()
+    assert sorted(first) == sorted(second) == sorted(third)
+    assert first != second != third != first
+
+
 def draw(*_):
     """What other code does between our steps."""
     torch.rand(3), np.random.rand(3), random.random()
