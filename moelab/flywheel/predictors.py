@@ -11,8 +11,8 @@ At initialisation B and bias are zero and gain is one, so the untrained predicto
 control "target gate applied early", and training can only be credited with what it adds. Subtracting the
 threshold moves no expert past another: it says "selected" where a is positive, so that sigmoid(z) starts
 near a probability, whatever the row's offset. Scores on the scale of logits serve best, and those of dropped
-groups unmasked: a gap of a mask's size is more than a trunk can learn to bridge. Without gate scores (`gate=False`) the head starts from a
-small random B.
+groups unmasked: a gap of a mask's size is more than a trunk can learn to bridge. Without gate scores
+(`gate=False`) the head starts from a small random B.
 
 `x_l` may be several vectors side by side (`parts`), each brought to unit scale by itself: the own
 pre-attention state and the previous token's expert input, say, which tells what attention is about to add.
