@@ -60,3 +60,23 @@ def sleep_then_mark(folder, name, seconds):
     time.sleep(seconds)
     (folder / name).touch()
     return name
+
+
+def gate1_by_chunk(folder, tokens, prompt, chunks):
+    """Chunk → figures of Gate 1 of a checkpoint under this process's BLAS, decode against replay in chunks."""
+    import numpy as np
+
+    from moelab.flywheel import parity
+    from moelab.flywheel.batches import BatchShape
+    from moelab.flywheel.engine import ResidentEngine, follow
+    from moelab.flywheel.plan import Plan
+    from moelab.models import load
+
+    lm = load(folder)
+    phase = (np.arange(len(tokens)) >= prompt).astype(np.uint8)
+    one = np.zeros(1, np.int32)
+    plan = Plan(sequence="s", thread="t", owner="o", tokens=tokens, phase=phase, message_start=one, role=one)
+    with ResidentEngine(lm) as engine:
+        tape, record = follow(engine, plan, prompt)
+    decoded = parity.Decoded(tokens, np.array(tape.phase, np.uint8), record.ids, record.weights, record.margin)
+    return {chunk: parity.compare(lm, [decoded], BatchShape(len(tokens), chunk)).figures() for chunk in chunks}

@@ -145,7 +145,8 @@ def figures(speed=100.0, **changes):
         "decoded_tokens": 50, "rows": 400, "weight_error": 1e-7,
         "largest_exact_chunk": 24, "chunk_mismatches": {"1": 0},
         "diagnostic": {"stored_equal": True, "live_difference": 0.0, "tokens": 9},
-        "speeds": {"replay": [speed, speed * 2, 1.0], "decode": [10.0]}, "runtime": {"blas": "x"}, "inputs": {"observations": "o"},
+        "speeds": {"replay": [speed, speed * 2, 1.0], "decode": [10.0]}, "runtime": {"blas": "x"},
+        "inputs": {"observations": "o"},
         "recorded": False,
     }  # fmt: skip
     return plain | changes
