@@ -1,0 +1,22 @@
+"""Streaming: experts read from disk while the model decodes, within a byte budget.
+
+Names are imported on first use: the pure parts (cache, schedule, device, simulate) need numpy at most.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "device": ("Throttle", "VirtualDevice"),
+}
+_OWNER = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_OWNER)
+
+
+def __getattr__(name: str):
+    if name not in _OWNER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_OWNER[name]}", __name__), name)
+
+
+def __dir__():
+    return __all__

@@ -1,0 +1,135 @@
+"""A disk as arithmetic: when does a read that is asked for now begin, and when are its bytes there?
+
+`VirtualDevice` is one clock for everybody who reads. Every read waits `latency_s`, side by side with the
+others, then all share one link of `bytes_per_s`, in the order in which they were booked. With d reads of s
+bytes in flight that gives the rate of `moelab.disk.declared`, min(bandwidth, d·s / (latency + s/bandwidth)).
+It knows no real time: `book(now, nbytes)` is a sum and a maximum. The simulator books on a simulated clock,
+and `Throttle` books on the real one and waits until the answer, so that a study's disk and its simulation
+follow the same rule to the last bit. (A sleep in every thread would give N threads N times the bandwidth.)
+
+Time during which a device works is the *union* of its reads' intervals: the sum would grow with the queue.
+
+Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ..disk import DiskProfile
+from ..errors import ContractError
+
+__all__ = ["Throttle", "VirtualDevice"]
+
+
+class VirtualDevice:
+    """One device. Not thread-safe: one owner at a time (`Throttle` has the lock).
+
+    Args:
+        latency_s: wait of every read, >= 0.
+        bytes_per_s: what all reads share, > 0.
+        lanes: reads that the device works on at once, >= 1; a further one begins when the oldest of these is
+            done. None = as many as are asked for.
+
+    Attributes:
+        reads, nbytes: booked since `reset`.
+        busy_s: union of the reads' intervals [start, done].
+
+    Raises:
+        ContractError: figures out of these ranges.
+    """
+
+    def __init__(self, *, latency_s: float, bytes_per_s: float, lanes: int | None = None):
+        for field, value, ok, expected in (
+            ("latency_s", latency_s, math.isfinite(latency_s) and latency_s >= 0, "finite, >= 0"),
+            ("bytes_per_s", bytes_per_s, bytes_per_s > 0, "> 0"),
+            ("lanes", lanes, lanes is None or lanes >= 1, ">= 1, or None"),
+        ):
+            if not ok:
+                raise ContractError("no such device", field=field, got=value, expected=expected)
+        self.latency_s, self.bytes_per_s, self.lanes = latency_s, bytes_per_s, lanes
+        self.reset()
+
+    @classmethod
+    def of_profile(cls, profile: DiskProfile, *, size: int, depth: int) -> VirtualDevice:
+        """The device that gives a profile's rates for reads of `size` bytes, at one and at `depth` in flight.
+
+        What was seen at `depth` is taken for the bandwidth, also where a deeper queue would have given more. A
+        disk that is no faster with `depth` in flight than with one has no latency to hide. Between the two depths
+        a real disk may differ from `rate`.
+        """
+        single, bandwidth = (profile.bytes_per_second(size, d) for d in (1, depth))
+        return cls(latency_s=max(0.0, size / single - size / bandwidth), bytes_per_s=bandwidth)
+
+    def rate(self, size: float, depth: float) -> float:
+        """Bytes a second of reads of `size` bytes with `depth` in flight, in the long run."""
+        depth = depth if self.lanes is None else min(depth, self.lanes)
+        one = self.latency_s + size / self.bytes_per_s
+        return min(self.bytes_per_s, depth * size / one) if one else math.inf
+
+    def reset(self) -> None:
+        """An idle device at time -inf, with nothing counted."""
+        self.reads, self.nbytes, self.busy_s = 0, 0, 0.0
+        self._link = self._busy_until = -math.inf
+        self._done: deque[float] = deque(maxlen=self.lanes or 1)
+
+    def book(self, now: float, nbytes: int) -> tuple[float, float]:
+        """Ask for `nbytes` at `now`: the time at which the device takes the read up, and at which it is done.
+
+        Reads are served in the order in which they are booked.
+        """
+        start = now
+        if self.lanes is not None and len(self._done) == self.lanes:
+            start = max(now, self._done[0])
+        done = max(start + self.latency_s, self._link) + nbytes / self.bytes_per_s
+        self._link = done
+        self._done.append(done)
+        self.busy_s += max(0.0, done - max(start, self._busy_until))
+        self._busy_until = max(done, self._busy_until)
+        self.reads += 1
+        self.nbytes += nbytes
+        return start, done
+
+
+class Throttle:
+    """A virtual device in real time, shared by all threads: how a store with a faster disk keeps to it.
+
+    A read is booked before its bytes are fetched, so the true read runs inside its virtual time; only where the
+    true disk is slower than the declared one does the wait come too late (`late` counts those).
+
+        with throttle.read(nbytes):
+            ...  # fetch the bytes
+        # here the virtual device is done
+
+    Args:
+        device: shared virtual device; book it through one throttle only.
+        spin_s: of each wait, the last part that is not slept: timers are late by tens of microseconds. It yields
+            the interpreter at each turn.
+    """
+
+    def __init__(
+        self, device: VirtualDevice, *, spin_s: float = 150e-6, clock: Callable[[], float] = time.perf_counter
+    ):
+        self.device, self.spin_s, self.late = device, spin_s, 0
+        self._clock, self._lock = clock, threading.Lock()
+
+    @contextmanager
+    def read(self, nbytes: int) -> Iterator[None]:
+        """Book a read now; leaving the block waits until the device is done with it. A failed block does not wait."""
+        with self._lock:  # the clock is read inside, so that bookings are in the order of time
+            _, done = self.device.book(self._clock(), nbytes)
+        yield
+        if self._clock() > done:
+            with self._lock:
+                self.late += 1
+        self.wait(done)
+
+    def wait(self, until: float) -> None:
+        """Sleep to shortly before `until`, then spin. Both release the interpreter's lock."""
+        while (left := until - self._clock()) > 0:
+            time.sleep(max(0.0, left - self.spin_s))
