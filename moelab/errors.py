@@ -97,3 +97,7 @@ class GateRefusedError(ContractError):
 
 class PolicyError(ContractError):
     """A routing policy got an argument outside its contract."""
+
+
+class StoreError(ContractError):
+    """Expert bytes cannot be had as they should be: a short or failed read, a wrong checksum, a closed store."""
