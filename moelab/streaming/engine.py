@@ -1,0 +1,219 @@
+"""A mixture-of-experts model that is larger than its memory, run exactly.
+
+    engine = StreamingEngine.load("path/to/model-or-pack", memory_budget_bytes=4 << 30)
+    print(engine.generate("Why is the sky blue?", max_tokens=100))
+
+Everything but the experts is loaded; experts live in slots within a byte budget and are read from disk when
+the router asks for them. The native router decides, so the output is that of the resident model; a
+prediction (see `prefetch`) can only move bytes earlier.
+
+`memory_budget_bytes` is the whole process: what imports and weights have taken already is measured, a
+reserve is kept for attention caches and activations, and the expert cache gets the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import mlx.core as mx
+import psutil
+from mlx_lm.utils import load_tokenizer
+
+from ..errors import ParameterError
+from ..models.loading import PRECISIONS, LoadedModel, cast, measure, widen_experts
+from .cache import Cache
+from .device import VirtualDevice
+from .forward import Forward
+from .layer import StreamingSwitch
+from .memory import ExpertMemory
+from .schedule import Scheduler
+from .skeleton import Skeleton, drop_experts, skeleton
+from .store import ExpertStore, open_store
+
+__all__ = ["EngineOptions", "StreamingEngine"]
+
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How a model is streamed. Bytes are bytes, times seconds.
+
+    Attributes:
+        cache_bytes: of expert slots; None = what `memory_budget_bytes` leaves.
+        policy: eviction policy by name (`eviction.POLICIES`).
+        precision: of weights and activations, as in `models.load`.
+        reader: "auto", "o_direct", "buffered" or "mmap" (`store.open_store`).
+        device: a declared disk that every read is slowed to; None = this machine's own.
+        threads: reader threads beside the computing one.
+        max_inflight_bytes: speculative bytes in progress at most; None = two slots a thread.
+        reserve_bytes: of the budget, for attention caches and activations.
+        allocator_cache_bytes: freed buffers that mlx may keep for reuse.
+        below_cycle: allow a cache smaller than the experts of one token.
+        prefill_step_size: prompt tokens a pass, as in mlx-lm.
+    """
+
+    cache_bytes: int | None = None
+    policy: str = "layer-lfu"
+    precision: str = "float32"
+    reader: str = "auto"
+    device: VirtualDevice | None = None
+    threads: int = 4
+    max_inflight_bytes: int | None = None
+    reserve_bytes: int = 64 * MiB
+    allocator_cache_bytes: int = 32 * MiB
+    below_cycle: bool = False
+    prefill_step_size: int = 2048
+
+    def __post_init__(self):
+        for name in ("threads", "reserve_bytes", "allocator_cache_bytes", "prefill_step_size"):
+            if getattr(self, name) < (1 if name in ("threads", "prefill_step_size") else 0):
+                raise ParameterError("out of range", field=name, got=getattr(self, name), expected="positive")
+        if self.precision not in PRECISIONS:
+            raise ParameterError("unknown precision", field="precision", got=self.precision, expected=PRECISIONS)
+
+
+class StreamingEngine:
+    """A streamed model, ready to generate. Made by `load`; close it, or use it as a context manager.
+
+    Attributes:
+        loaded: the model as the rest of moelab knows it (`models.LoadedModel`); its switch layers stream.
+        store, cache, scheduler, memory: the rooms below.
+        forward: passes, listeners and the timeline.
+        options: as given.
+        base_bytes: resident set when everything but the slots was loaded.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, store: ExpertStore, memory: ExpertMemory, options: EngineOptions, base: int
+    ):
+        self.loaded, self.store, self.memory, self.options, self.base_bytes = loaded, store, memory, options, base
+        self.cache, self.scheduler = memory.cache, memory.scheduler
+        self.forward = Forward(memory)
+        for index, block in enumerate(loaded.blocks):
+            setattr(block.switch_owner, block.switch_name, StreamingSwitch(block.switch, index, self.forward))
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path,
+        options: EngineOptions | None = None,
+        memory_budget_bytes: int | None = None,
+    ) -> Self:
+        """Load all but the experts, and make room for those.
+
+        Args:
+            model: a pack folder, or what `models.load` takes.
+            memory_budget_bytes: resident set of the whole process at most. Needed unless `options.cache_bytes` is set.
+
+        Raises:
+            ParameterError: neither budget given.
+            ContractError: the budget does not leave one token's experts (both figures named).
+            UnsupportedModelError, StoreError: the checkpoint cannot be read, or not in place (then `moelab pack`).
+        """
+        options = EngineOptions() if options is None else options
+        if (memory_budget_bytes is None) == (options.cache_bytes is None):
+            raise ParameterError(
+                "one budget is needed", field="memory_budget_bytes, options.cache_bytes",
+                got=(memory_budget_bytes, options.cache_bytes), expected="exactly one of them",
+            )  # fmt: skip
+        mx.set_cache_limit(options.allocator_cache_bytes)
+        frame = skeleton(model)
+        geometry = measure(frame.blocks)
+        cast(frame.network, options.precision)
+        widen_experts(frame.blocks, frame.path, allowed=False)
+        store = open_store(frame.path, reader=options.reader, precision=options.precision, device=options.device)
+        try:
+            check_layouts(frame, store)
+            drop_experts(frame.blocks)
+            mx.eval(frame.network.parameters())
+            tokenizer = load_tokenizer(frame.path, eos_token_ids=frame.config.get("eos_token_id"))
+            loaded = LoadedModel(
+                frame.network, tokenizer, frame.path.resolve().name, frame.path, options.precision, frame.config,
+                frame.blocks, geometry,
+            )  # fmt: skip
+            gc.collect()
+            mx.clear_cache()
+            base = psutil.Process().memory_info().rss
+            budget = options.cache_bytes or memory_budget_bytes - base - options.reserve_bytes
+            memory = expert_memory(store, geometry, options, budget)
+        except BaseException:
+            store.close()
+            raise
+        return cls(loaded, store, memory, options, base)
+
+    def generate(self, prompt: str | list[int], *, verbose: bool = False, **kwargs: Any) -> str:
+        """The whole completion. Arguments as `stream_generate`; `verbose` prints it as it comes."""
+        text = ""
+        for response in self.stream_generate(prompt, **kwargs):
+            if verbose:
+                print(response.text, end="", flush=True)
+            text += response.text
+        return text
+
+    def stream_generate(self, prompt: str | list[int], **kwargs: Any) -> Iterator[Any]:
+        """Token by token, as `mlx_lm.stream_generate` (see `generate.stream_generate`)."""
+        from .generate import stream_generate
+
+        return stream_generate(self, prompt, **kwargs)
+
+    def run(self, tokens: mx.array, cache: list[Any], phase: int) -> mx.array:
+        """One pass of `[B,T]` tokens through the model; logits `[B,T,V]`, evaluated. `phase` as in `routes`."""
+        self.forward.begin(phase)
+        try:
+            logits = self.loaded.model(tokens, cache=cache)
+            self.forward.end(logits)
+        except BaseException:
+            self.forward.abort()
+            raise
+        return logits
+
+    def reset(self) -> None:
+        """Forget what belongs to a request. Residents stay: the cache is warm for the next one."""
+        with self.memory.locked():
+            self.cache.reset_request()
+
+    def close(self) -> None:
+        self.memory.close()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        self.close()
+
+
+def check_layouts(frame: Skeleton, store: ExpertStore) -> None:
+    """Raise GeometryError unless the store has exactly the expert tensors that the model's layers have."""
+    for index, block in enumerate(frame.blocks):
+        wanted = {
+            name: (tuple(value.shape[1:]), str(value.dtype).rsplit(".", 1)[-1])
+            for name, value in tree_flatten(block.switch.parameters())
+        }
+        have = {tensor.name: (tensor.shape, MX_NAMES[tensor.run]) for tensor in store.layouts[index].tensors}
+        if have != wanted or store.experts != block.experts:
+            raise GeometryError(
+                "the store's experts are not the model's", file=frame.path, field=f"layer {block.layer_id}",
+                got=(have, store.experts), expected=(wanted, block.experts),
+            )  # fmt: skip
+
+
+def expert_memory(store: ExpertStore, geometry: MoEGeometry, options: EngineOptions, budget: int) -> ExpertMemory:
+    """Cache, scheduler and threads for a store within `budget` bytes of slots."""
+    slot_bytes = [layout.slot_bytes for layout in store.layouts]
+    cache = Cache(
+        layers=store.layers,
+        experts=store.experts,
+        top_k=geometry.top_k,
+        slot_bytes=slot_bytes,
+        budget=budget,
+        policy=policy(options.policy),
+        below_cycle=options.below_cycle,
+    )
+    inflight = options.max_inflight_bytes or 2 * options.threads * max(slot_bytes)
+    return ExpertMemory(store, cache, Scheduler(max_inflight_bytes=inflight), threads=options.threads)

@@ -1,0 +1,132 @@
+"""The one thread that computes, between its synchronisations.
+
+A streamed layer reports here when its ids are wanted (`arrive`) and when its output has been built
+(`depart`). In between, `demand` and `wait` lead to the expert memory. What this module owns is order:
+
+* **one synchronisation a layer.** `arrive` evaluates the ids together with the previous layer's output;
+  when it returns, that layer's slots have been used and are released. Never earlier.
+* **phase is told, not guessed.** A pass is prefill or decode because its caller said so.
+* **predictions are issued inside the pass.** As soon as a layer's route is known, and its own demand is
+  queued, each `listener` may queue reads for later layers.
+* **one thread.** Lazy mlx arrays belong to the thread that made them. Any thread may run a pass, but two may
+  not run one at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ContractError
+from ..routes import DECODED, PREFILLED
+from .memory import Demand, ExpertMemory
+from .timeline import Timeline
+
+__all__ = ["Forward", "Listener"]
+
+PHASES = (PREFILLED, DECODED)
+
+
+class Listener(Protocol):
+    """Told of every route the moment it is known, inside the pass."""
+
+    def routed(self, *, step: int, layer: int, ids: np.ndarray, x: mx.array, now: float) -> None:
+        """`ids [..., K]` of MoE layer `layer` in pass `step`, and the block input `x [..., H]`, evaluated."""
+
+
+class Forward:
+    """State of the current pass. Attributes: `memory`, `timeline`, `listeners`, `step` (passes begun), `phase`."""
+
+    def __init__(self, memory: ExpertMemory):
+        self.memory = memory
+        self.timeline = Timeline()
+        self.listeners: list[Listener] = []
+        self.step, self.phase = -1, None
+        self._thread: int | None = None
+        self._outputs: list[mx.array] = []
+        self._leased: list[int] = []
+        self._ids = np.zeros(0, np.uint32)
+
+    def begin(self, phase: int) -> None:
+        """Open a pass. Raises ContractError on an unknown phase, or while another pass is open."""
+        if phase not in PHASES:
+            raise ContractError("a pass is prefill or decode", field="phase", got=phase, expected=PHASES)
+        if self._thread is not None:
+            whose = "this" if self._thread == threading.get_ident() else "another"
+            raise ContractError(
+                "a pass is running", field="thread", got=f"{whose} thread is in it", expected="one pass at a time"
+            )
+        self._thread, self.phase = threading.get_ident(), phase
+        self.step += 1
+
+    def end(self, *arrays: mx.array) -> None:
+        """Close the pass: evaluate `arrays` and what is left of it, and release its slots."""
+        mx.eval(*arrays, *self._outputs)
+        self.timeline.close(self.memory.clock())
+        self.abort()
+
+    def abort(self) -> None:
+        """Close the pass without evaluating: its lazy results must not be used."""
+        self._outputs.clear()
+        self._release()
+        self._thread = self.phase = None
+
+    def arrive(self, layer: int, x: mx.array, indices: mx.array) -> np.ndarray:
+        """The ids `[..., K]` on the host. The synchronisation of this layer.
+
+        Raises:
+            ContractError: no pass is open, or it is another thread's.
+        """
+        if self._thread != threading.get_ident():
+            raise ContractError(
+                "a streamed layer runs inside a pass of its own thread",
+                field="thread",
+                got="no pass open" if self._thread is None else "another thread's pass",
+                expected="begin(phase) on the thread that calls the model",
+                fix="use StreamingEngine.forward, or generate",
+            )
+        mx.eval(indices, *self._outputs)
+        self._outputs.clear()
+        self._release()
+        ids = np.array(indices)
+        self._x, self._ids = x, ids
+        self.timeline.arrive(step=self.step, layer=layer, phase=self.phase, now=self.memory.clock())
+        return ids
+
+    def depart(self, output: mx.array) -> None:
+        """The layer's output, still lazy: evaluated at the next synchronisation, and its slots leased until then."""
+        self._outputs.append(output)
+
+    def demand(self, layer: int, experts: np.ndarray, *, announce: bool = True) -> Demand:
+        demand = self.memory.demand(layer, experts.tolist(), phase=self.phase)
+        self._leased += demand.keys
+        missing = int(demand.missing.sum())
+        self.timeline.asked(experts=len(experts), missing=missing, read_bytes=missing * self.memory.store.nbytes(layer))
+        if announce:
+            now = self.memory.clock()
+            for listener in self.listeners:
+                listener.routed(step=self.step, layer=layer, ids=self._ids, x=self._x, now=now)
+        return demand
+
+    def wait(self, demand: Demand) -> None:
+        self.timeline.waited(demand.wait(), self.memory.clock())
+
+    def groups(self, layer: int, experts: np.ndarray) -> list[np.ndarray]:
+        """Positions in `experts`, split so that each part has a slot for every member; residents come first."""
+        if len(experts) <= (room := self.memory.room(layer)):
+            return [np.arange(len(experts))]
+        order = np.argsort(~self.memory.resident(layer, experts.tolist()), kind="stable")
+        return [order[start : start + room] for start in range(0, len(order), room)]
+
+    def done(self, output: mx.array) -> None:
+        """Evaluate one group of a visit and release its slots for the next."""
+        mx.eval(output)
+        self._release()
+
+    def _release(self) -> None:
+        if self._leased:
+            self.memory.release(self._leased)
+            self._leased = []

@@ -1,0 +1,92 @@
+"""A switch layer whose experts are read on demand, in place of mlx-lm's resident one.
+
+The arithmetic is not written again: the layer's own mlx-lm module (`inner`) runs, with a slab's strided
+views for weights and slot numbers for indices. Families differ in activation, biases and projections; all
+of that stays theirs, and on the CPU every output row has the bits of the resident layer.
+
+There is one synchronisation a layer, at the router's ids. By then the previous MoE layer's output has been
+evaluated too (it is asked for in the same call), so its slots are free again. While misses are read, the
+resident experts are computed; then the rest, and the native order of the K outputs is restored, so that
+the weighted sum that follows adds in the same order as ever.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+if TYPE_CHECKING:
+    from .forward import Forward
+
+__all__ = ["StreamingSwitch"]
+
+
+class StreamingSwitch(nn.Module):
+    """`(x [..., H], indices [..., K]) -> [..., K, H]`, as the module it replaces.
+
+    Args:
+        inner: that module; views of the slab take the place of its parameters.
+        layer: MoE layer, 0..L-1.
+        forward: the engine's passes.
+    """
+
+    def __init__(self, inner: nn.Module, layer: int, forward: Forward):
+        super().__init__()
+        self.inner, self.layer, self._forward = inner, layer, forward
+        share(inner, forward.memory.slab(layer).arrays)
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        ids = self._forward.arrive(self.layer, x, indices)
+        experts, position = np.unique(ids, return_inverse=True)
+        position = position.reshape(ids.shape)
+        groups = self._forward.groups(self.layer, experts)
+        out = self._at_once(x, experts, position) if len(groups) == 1 else self._in_groups(x, groups, experts, position)
+        self._forward.depart(out)
+        return out
+
+    def _at_once(self, x: mx.array, experts: np.ndarray, position: np.ndarray) -> mx.array:
+        """All experts of the visit have a slot."""
+        demand = self._forward.demand(self.layer, experts)
+        late = demand.missing[position]
+        if late.all() or not late.any() or position.size != position.shape[-1]:
+            self._forward.wait(demand)
+            return self.inner(x, mx.array(demand.slots[position]))
+        # One token, some of its experts resident: compute these while the others are read.
+        order = np.argsort(late.reshape(-1), kind="stable")
+        early, later = order[: (~late).sum()], order[(~late).sum() :]
+        first = self.inner(x, mx.array(demand.slots[position][..., early]))
+        mx.async_eval(first)
+        self._forward.wait(demand)
+        second = self.inner(x, mx.array(demand.slots[position][..., later]))
+        return mx.concatenate([first, second], axis=-2)[..., mx.array(np.argsort(order)), :]
+
+    def _in_groups(self, x: mx.array, groups: list[np.ndarray], experts: np.ndarray, position: np.ndarray) -> mx.array:
+        """More experts than slots: each group is evaluated before the next takes its slots."""
+        tokens = mx.array(np.arange(position.size) // position.shape[-1])
+        rows, flat = x.reshape(-1, x.shape[-1]), position.reshape(-1)
+        parts, order = [], []
+        for number, group in enumerate(groups):
+            demand = self._forward.demand(self.layer, experts[group], announce=number == 0)
+            self._forward.wait(demand)
+            slots = np.full(len(experts), -1, np.int32)
+            slots[group] = demand.slots
+            pairs = np.flatnonzero(slots[flat] >= 0)
+            part = self.inner(rows[tokens[mx.array(pairs)]], mx.array(slots[flat[pairs]][:, None]))[:, 0]
+            self._forward.done(part)
+            parts.append(part)
+            order.append(pairs)
+        back = mx.array(np.argsort(np.concatenate(order)))
+        return mx.concatenate(parts)[back].reshape(*position.shape, -1)
+
+
+def share(inner: nn.Module, arrays: dict[str, mx.array]) -> None:
+    """Make arrays the parameters of a switch module; names are the module's own, dotted."""
+    for name, array in arrays.items():
+        *path, leaf = name.split(".")
+        module = inner
+        for part in path:
+            module = module[part]
+        module[leaf] = array

@@ -1,0 +1,245 @@
+"""The live expert memory: cache, scheduler, slabs and reader threads put together.
+
+One thread computes (it alone calls mlx) and asks; a few threads read, and touch bytes only. What may be
+read or evicted is decided by `Cache` and `Scheduler`, which are plain state machines; this module gives
+them a lock, a clock and threads, and nothing else.
+
+A layer's turn is a *visit*: `demand` names its experts. Those resident are leased at once, the others are
+queued in front of every prefetch. `Demand.wait` returns when all are there; the asking thread reads too
+while it waits, because waking another thread for one small read costs as much as the read. `release` ends
+the leases, and is called only when the evaluation that used the slots has returned: until then no slot
+of the visit can be filled again.
+
+A read that fails is raised to whoever waits for it. A prefetch that fails is counted, kept in
+`prefetch_error`, and costs nothing else: the demand for that expert reads again, and raises itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import ContractError
+from .cache import Cache
+from .schedule import P0, Scheduler, Ticket
+from .slab import Slab
+from .store import ExpertStore
+
+__all__ = ["Demand", "ExpertMemory"]
+
+
+@dataclass
+class Demand:
+    """Experts of one visit on their way. `slots i32[n]` as asked; valid for `missing` ones after `wait`."""
+
+    memory: ExpertMemory
+    layer: int
+    keys: list[int]
+    hits: list[bool]
+    slots: np.ndarray
+    waiting: set[int] = field(default_factory=set)
+
+    @property
+    def missing(self) -> np.ndarray:
+        """`bool[n]`: not resident when asked."""
+        return ~np.array(self.hits, bool)
+
+    def wait(self) -> float:
+        """Return when every expert is resident; seconds since the call. Raises what a read raised."""
+        return self.memory._wait(self)
+
+
+class ExpertMemory:
+    """Slots, the threads that fill them, and the rules of who may (see the module text).
+
+    Args:
+        store: where experts are read from.
+        cache: what is resident; its pools become the slabs.
+        scheduler: what is read next.
+        threads: readers beside the asking thread.
+        clock: seconds, monotonic.
+
+    Attributes:
+        slabs: one a pool of the cache.
+        prefetch_error: the last error of a speculative read, None if there was none.
+        prefetch_errors: how many there were.
+    """
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        cache: Cache,
+        scheduler: Scheduler,
+        *,
+        threads: int = 4,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.store, self.cache, self.scheduler, self.clock = store, cache, scheduler, clock
+        pools = {cache.pool_of(layer): store.layouts[layer] for layer in range(store.layers)}
+        self.slabs = [Slab(pools[pool], cache.pool_slots[pool]) for pool in range(len(pools))]
+        self.prefetch_error: BaseException | None = None
+        self.prefetch_errors = 0
+        self._change = threading.Condition(threading.Lock())
+        self._grants: dict[int, int] = {}  # key -> slot that a read in progress fills
+        self._failed: dict[int, BaseException] = {}
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"expert-reader-{n}", daemon=True) for n in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def slab(self, layer: int) -> Slab:
+        return self.slabs[self.cache.pool_of(layer)]
+
+    def room(self, layer: int) -> int:
+        """Experts of a layer that can be resident at the same time."""
+        return self.cache.room(layer)
+
+    def resident(self, layer: int, experts: Sequence[int]) -> np.ndarray:
+        """`bool[n]`, without counting as a use."""
+        with self._change:
+            return np.array([self.cache.slot(layer * self.store.experts + e) is not None for e in experts])
+
+    # ------------------------------------------------------------------ the asking thread
+
+    def demand(self, layer: int, experts: Sequence[int], *, phase: int) -> Demand:
+        """Begin a visit: lease what is resident, queue the rest in front of every prefetch.
+
+        Raises:
+            ContractError: the memory is closed, or the visit's experts cannot all be resident at once.
+        """
+        keys = [layer * self.store.experts + int(expert) for expert in experts]
+        with self._change:
+            self._check_open()
+            hits = self.cache.visit(layer, keys, phase=phase)
+            demand = Demand(self, layer, keys, hits, np.full(len(keys), -1, np.int32))
+            now = self.clock()
+            for place, (key, hit) in enumerate(zip(keys, hits, strict=True)):
+                if hit:
+                    demand.slots[place] = self.cache.slot(key)
+                else:
+                    demand.waiting.add(key)
+                    self._failed.pop(key, None)
+                    self.scheduler.submit(self._ticket(key, layer, P0, now), now)
+            if len(demand.waiting) > 1:
+                self._change.notify_all()
+        return demand
+
+    def _wait(self, demand: Demand) -> float:
+        began = self.clock()
+        with self._change:
+            while demand.waiting:
+                self._collect(demand)
+                if not demand.waiting:
+                    break
+                self._check_open()
+                if (ticket := self._start(urgent=True)) is not None:
+                    self._read(ticket)
+                else:
+                    self._change.wait(timeout=1.0)
+        return self.clock() - began
+
+    def _collect(self, demand: Demand) -> None:
+        for key in list(demand.waiting):
+            if (error := self._failed.pop(key, None)) is not None:
+                self.cache.release([key for key in demand.keys if key not in demand.waiting])
+                raise error
+            if (slot := self.cache.slot(key)) is not None:
+                self.cache.lease([key])
+                demand.slots[demand.keys.index(key)] = slot
+                demand.waiting.discard(key)
+
+    def release(self, keys: Iterable[int]) -> None:
+        """End the leases of a visit: the evaluation that used its slots has returned."""
+        with self._change:
+            self.cache.release(keys)
+            self._change.notify_all()
+
+    def prefetch(self, tickets: Iterable[Ticket]) -> None:
+        """Queue speculative reads. Those already resident or on their way change nothing but their deadline."""
+        with self._change:
+            self._check_open()
+            now = self.clock()
+            for ticket in tickets:
+                if self.cache.slot(ticket.key) is None:
+                    self.scheduler.submit(ticket, now)
+            self._change.notify_all()
+
+    def cancel(self, *, owner: str, generation: int) -> int:
+        """Withdraw what an owner queued; reads in progress finish and may fill the cache."""
+        with self._change:
+            return self.scheduler.cancel(owner, generation)
+
+    def drain(self) -> None:
+        """Return when nothing is queued or in progress."""
+        with self._change:
+            while self.scheduler.pending:
+                self._change.wait(timeout=0.1)
+
+    def close(self) -> None:
+        """Stop the readers; reads in progress are waited for. Safe to call twice."""
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    # ------------------------------------------------------------------ readers
+
+    def _serve(self) -> None:
+        with self._change:
+            while not self._closed:
+                if (ticket := self._start(urgent=False)) is not None:
+                    self._read(ticket)
+                else:
+                    self._change.wait()
+
+    def _start(self, *, urgent: bool) -> Ticket | None:
+        """The next read, with its slot granted; None when there is none, or no slot may be given up."""
+        while (ticket := self.scheduler.next(self.clock(), urgent_only=urgent)) is not None:
+            grant = self.cache.reserve(ticket.key, speculative=ticket.priority != P0)
+            if grant is not None:
+                self._grants[ticket.key] = grant.slot
+                return ticket
+            self.scheduler.postpone(ticket, self.clock())
+            if ticket.priority == P0:
+                return None
+        return None
+
+    def _read(self, ticket: Ticket) -> None:
+        """Read into the granted slot, without the lock (which is held before and after)."""
+        slot, error = self._grants[ticket.key], None
+        out = self.slab(ticket.layer).host[slot]
+        self._change.release()
+        try:
+            self.store.read_into(ticket.layer, ticket.key % self.store.experts, out)
+        except Exception as raised:  # typed by the store; handed to whoever waits
+            error = raised
+        finally:
+            self._change.acquire()
+        del self._grants[ticket.key]
+        self.scheduler.finish(ticket, self.clock(), ok=error is None)
+        if error is None:
+            self.cache.settle(ticket.key)
+        else:
+            self.cache.abandon(ticket.key)
+            if ticket.priority == P0:
+                self._failed[ticket.key] = error
+            else:
+                self.prefetch_errors, self.prefetch_error = self.prefetch_errors + 1, error
+        self._change.notify_all()
+
+    def _ticket(self, key: int, layer: int, priority: int, now: float) -> Ticket:
+        return Ticket(
+            key=key, layer=layer, priority=priority, owner="demand", generation=0, deadline=now,
+            nbytes=self.store.nbytes(layer), confidence=1.0,
+        )  # fmt: skip
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ContractError("this expert memory is closed", field="memory", got="closed", expected="open")
