@@ -22,9 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ContractError, GeometryError
+from ..streaming.eviction import Lru, Policy
 from .breakeven import BreakEven, break_even
 from .estimates import Estimate, clustered_mean
-from .eviction import Lru, Opt, Policy
+from .foresight import Opt
 from .residency import Visits, replay
 
 __all__ = [

@@ -22,12 +22,13 @@ import numpy as np
 from .. import artifacts, disk, models
 from ..params import Options, param
 from ..routes import DECODED, PREFILLED, Routes, concat
+from ..streaming.eviction import ExpectedNextUse, LayerLfu, Lru
 from . import stage
 from .bounds import Ceiling, hit_curve, token_bytes
 from .bounds import ceiling as bound
 from .capture import CaptureOptions, capture
 from .engine import ResidentEngine
-from .eviction import ExpectedNextUse, LayerLfu, Lookahead, Lru, Opt
+from .foresight import Lookahead, Opt
 from .gates import PASS, Verdict, gate0
 from .observations import Records
 from .observe import Observation

@@ -6,21 +6,27 @@ then reads the misses, and only then evicts down to the budget, sparing what the
 decoded token is a pass of its own. The prompt tokens of a thread are one pass, as engines prefill:
 each layer once, over the experts of all of them. The cache stays warm from thread to thread.
 
-Which resident goes is the policy's choice (`eviction`).
+Which resident goes is the policy's choice (`streaming.eviction`, `foresight`); what the visit has just used goes last.
+The live `streaming.Cache` makes room before it reads, and hits the same.
 
 Shapes: T tokens, L MoE layers, K experts a token, E experts.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import ContractError, GeometryError
-from .eviction import NEVER, Lru
+from ..streaming.eviction import Lru, Policy
+from .foresight import Foresight
 
-__all__ = ["Residency", "Visits", "replay"]
+__all__ = ["NEVER", "Residency", "Visits", "replay"]
+
+NEVER = 1 << 60
+"""Visit of an expert's next use when there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,13 +131,15 @@ class Residency:
     resident: np.ndarray | None
 
 
-def replay(visits: Visits, expert_bytes: np.ndarray, *, budget: int, policy=None, record: bool = False) -> Residency:
+def replay(
+    visits: Visits, expert_bytes: np.ndarray, *, budget: int, policy: Policy | None = None, record: bool = False
+) -> Residency:
     """Run the visits through a cache that starts empty.
 
     Args:
         expert_bytes: `i64[L]`, bytes of one expert of each layer.
         budget: bytes; a visit may exceed it while it runs, by what it reads.
-        policy: one of `eviction`'s; default `Lru()`. It is reset.
+        policy: one of `streaming.eviction`'s or `foresight`'s; default `Lru()`. It is reset.
         record: also keep what was resident before each visit.
 
     Raises:
@@ -153,7 +161,11 @@ def replay(visits: Visits, expert_bytes: np.ndarray, *, budget: int, policy=None
     hit = np.zeros(len(visits.keys), bool)
     bits = np.zeros(layers * experts, bool)
     resident = np.zeros((passes, layers, -(-experts // 8)), np.uint8) if record else None
-    policy.begin(visits)
+    policies = [copy.copy(policy) for _ in range(parts)]  # what a policy knows of the past it makes in `begin`
+    for each in policies:
+        if isinstance(each, Foresight):
+            each.foresee(visits)
+        each.begin(layers, experts)
     for start in range(0, passes * layers, 1 << 16):  # Python lists of a part of the lookups at a time
         stop = min(start + (1 << 16), passes * layers)
         offsets = visits.offsets[start : stop + 1].tolist()
@@ -172,11 +184,14 @@ def replay(visits: Visits, expert_bytes: np.ndarray, *, budget: int, policy=None
                 held.update(keys)
                 if record:
                     bits[keys] = True
-            policy.touch(visit, keys)
+            chooser = policies[part]
+            chooser.touch(visit, keys)
             if held_bytes[part] > limit:
                 spared = frozenset(keys)
                 while held_bytes[part] > limit:
-                    key = policy.victim(visit, spared)
+                    key = chooser.victim(visit, spared)
+                    if key is None:  # the visit alone is over the budget
+                        key = chooser.victim(visit, frozenset())
                     held.discard(key)
                     held_bytes[part] -= size[key // experts]
                     bits[key] = False

@@ -16,10 +16,11 @@ import numpy as np
 from .. import artifacts, disk
 from ..errors import ParameterError
 from ..flywheel import bounds, ceiling
-from ..flywheel.eviction import Lookahead, Lru, Opt
+from ..flywheel.foresight import Lookahead, Opt
 from ..flywheel.gates import FAIL, PASS, Verdict, gate0
 from ..flywheel.residency import Visits
 from ..routes import DECODED, PREFILLED, Routes, read_trace
+from ..streaming.eviction import Lru
 from .report import show
 
 EXIT = {PASS: 0, FAIL: 1}

@@ -4,8 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.flywheel.eviction import ExpectedNextUse, LayerLfu, Lookahead, Lru, Opt
+from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
+from moelab.streaming.eviction import ExpectedNextUse, LayerLfu, Lru
 
 L, E, K = 2, 6, 2
 

@@ -7,8 +7,9 @@ from moelab.disk import declared
 from moelab.errors import ContractError, GeometryError
 from moelab.flywheel.bounds import ceiling, hit_curve, overlap, roofline, token_bytes
 from moelab.flywheel.breakeven import NEVER
-from moelab.flywheel.eviction import LayerLfu, Lru, Opt
+from moelab.flywheel.foresight import Opt
 from moelab.flywheel.residency import Visits, replay
+from moelab.streaming.eviction import LayerLfu, Lru
 
 T, L, E, K = 60, 4, 16, 3
 SIZES = np.array([1000, 2000, 1000, 500])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from moelab.errors import ContractError, GeometryError
-from moelab.flywheel.eviction import ExpectedNextUse, LayerLfu, Lookahead, Lru, Opt
+from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
+from moelab.streaming.eviction import ExpectedNextUse, LayerLfu, Lru
 
 L, E, K = 3, 8, 2
 SIZES = np.array([5, 7, 4])

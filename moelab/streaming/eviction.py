@@ -1,0 +1,367 @@
+"""Eviction policies: which resident expert goes when a cache is full.
+
+The policies here know the past only, so that a running engine can use them; those that are told the future, as
+bounds, are in `moelab.flywheel.foresight`. `flywheel.residency.replay` (offline) and `streaming.Cache` (live)
+drive the same objects.
+
+LRU over all layers has a cliff: layers are visited in a cycle, so with less than one token's experts in the cache
+it evicts precisely what comes next and hits nothing at all. Counting uses by layer, or age in passes instead of
+in lookups, removes the cliff.
+
+A key is layer·E + expert. Visit v is one layer's turn in one pass, of layer v mod L. A policy's life:
+`begin(layers, experts)` makes all state anew (what is there before it is configuration), then any order of
+`touch`, `insert`, `victim`, `remove` and `expect`, with visits that never go back.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections import defaultdict
+from collections.abc import Container, Iterable
+
+import numpy as np
+
+from ..errors import ContractError
+
+__all__ = ["POLICIES", "ExpectedNextUse", "HotPin", "LayerLfu", "LayerStaleness", "Lru", "Policy", "Ranked", "policy"]
+
+
+class Policy:
+    """Base of all policies. `partitioned`: each layer has an equal part of the budget, and its own copy of this."""
+
+    name: str
+    partitioned = False
+
+    def begin(self, layers: int, experts: int) -> None:
+        """Forget everything; L layers of E experts."""
+        raise NotImplementedError
+
+    def touch(self, visit: int, keys: list[int]) -> None:
+        """`visit` uses `keys`, all of its layer; those that are not resident are being read and count as resident."""
+        raise NotImplementedError
+
+    def insert(self, key: int) -> None:
+        """A prefetched key has become resident without being used."""
+        raise NotImplementedError
+
+    def victim(self, visit: int, spared: Container[int]) -> int | None:
+        """Resident that goes first, of those not `spared`; no longer resident afterwards. None = all are spared."""
+        raise NotImplementedError
+
+    def remove(self, key: int) -> None:
+        """`key` is not resident after all (its read failed, say). Nothing happens if it was not."""
+        raise NotImplementedError
+
+    def expect(self, keys: Iterable[int]) -> None:
+        """Predictions name these keys. Only a policy that scores with predictions cares."""
+
+    def unexpect(self, keys: Iterable[int]) -> None:
+        """The predictions of these keys have come true or lapsed."""
+
+
+class Lru(Policy):
+    """Evict what was used longest ago, over all layers together."""
+
+    name = "lru"
+
+    def begin(self, layers, experts):
+        self.order: dict[int, None] = {}  # residents, least recent first
+
+    def touch(self, visit, keys):
+        order = self.order
+        for key in keys:
+            order.pop(key, None)
+            order[key] = None
+
+    def insert(self, key):
+        self.touch(-1, [key])
+
+    def victim(self, visit, spared):
+        for key in self.order:  # what the visit used is at the end
+            if key not in spared:
+                del self.order[key]
+                return key
+        return None
+
+    def remove(self, key):
+        self.order.pop(key, None)
+
+
+class Ranked(Policy):
+    """Residents in a heap, lowest rank evicted first; entries that were ranked again or evicted are stale."""
+
+    def begin(self, layers, experts):
+        self.rank: dict[int, tuple] = {}
+        self.heap: list[tuple] = []
+
+    def put(self, key: int, rank: tuple) -> None:
+        """`key` is resident and has this rank from now on."""
+        self.rank[key] = rank
+        heapq.heappush(self.heap, (rank, key))
+        if len(self.heap) > 64 + 4 * len(self.rank):  # a long run must not grow by its stale entries
+            self.heap = [(rank, key) for key, rank in self.rank.items()]
+            heapq.heapify(self.heap)
+
+    def victim(self, visit, spared):
+        held, chosen = [], None
+        while self.heap and chosen is None:
+            entry = heapq.heappop(self.heap)
+            if self.rank.get(entry[1]) != entry[0]:
+                continue
+            if entry[1] in spared:
+                held.append(entry)
+            else:
+                chosen = entry[1]
+                del self.rank[chosen]
+        for entry in held:
+            heapq.heappush(self.heap, entry)
+        return chosen
+
+    def remove(self, key):
+        self.rank.pop(key, None)
+
+
+class LayerLfu(Ranked):
+    """An equal part of the budget for each layer; in it, evict what was used least often, then longest ago.
+
+    Uses are counted for ever, also while not resident.
+    """
+
+    name = "layer-lfu"
+    partitioned = True
+
+    def begin(self, layers, experts):
+        super().begin(layers, experts)
+        self.uses: dict[int, int] = defaultdict(int)
+        self.stamp = 0
+
+    def touch(self, visit, keys):
+        for key in keys:
+            self.uses[key] += 1
+            self.insert(key)
+
+    def insert(self, key):
+        self.stamp += 1
+        self.put(key, (self.uses[key], self.stamp))
+
+
+class LayerStaleness(Policy):
+    """Evict first what its layer has not used for the most passes; of those, the layer whose turn is farthest off.
+
+    An expert last used at visit u is, at visit v, s = (v - u) // L passes of its layer stale. All of one layer's
+    experts of equal s were used in the same visit; among layers, the one visited most recently comes round last.
+    So the experts fall into windows of L visits counted back from now: the oldest window goes first, and in it the
+    most recent visit, in the order the visit named them. Age in passes is what SpecMD's "Least-Stale"
+    (arXiv 2602.03921) and Hebrus's layer-staleness go by, the first to tell this pass's experts from older ones,
+    the second to break ties; the definition above is this module's own.
+    """
+
+    name = "layer-staleness"
+
+    def begin(self, layers, experts):
+        self.layers, self.experts = layers, experts
+        self.used: dict[int, int] = {}  # resident -> visit of its last use
+        self.at: dict[int, dict[int, None]] = {}  # visit -> residents last used there, in order
+        self.visits: list[int] = []  # keys of `at`, ascending
+        self.now = -1
+
+    def touch(self, visit, keys):
+        self.now = visit
+        for key in keys:
+            self._put(key, visit)
+
+    def insert(self, key):
+        # As if used in its layer's latest turn: a prediction is worth a use until the layer's next turn has come.
+        layer = key // self.experts
+        self._put(key, self.now - (self.now - layer) % self.layers)
+
+    def _put(self, key, visit):
+        self.remove(key)
+        self.used[key] = visit
+        if visit not in self.at:
+            self.at[visit] = {}
+            bisect.insort(self.visits, visit)
+        self.at[visit][key] = None
+
+    def victim(self, visit, spared):
+        top = 0
+        while top < len(self.visits):
+            oldest = self.visits[top]
+            start = visit - ((visit - oldest) // self.layers) * self.layers  # last visit of the window
+            stop, bottom = bisect.bisect_right(self.visits, start), top
+            for used in reversed(self.visits[bottom:stop]):
+                for key in self.at[used]:
+                    if key not in spared:
+                        self.remove(key)
+                        return key
+            top = stop
+        return None
+
+    def remove(self, key):
+        used = self.used.pop(key, None)
+        if used is not None:
+            del self.at[used][key]
+            if not self.at[used]:
+                del self.at[used]
+                del self.visits[bisect.bisect_left(self.visits, used)]
+
+
+class ExpectedNextUse(Policy):
+    """Evict what is expected to be used last: visits to its layer's turn + L·(1-p)/p.
+
+    p is the decayed share of the layer's passes that used the expert, and (1-p)/p the mean number of passes
+    without it. Residents are ordered at the first eviction of a visit; what is prefetched later in the same
+    visit goes only if nothing else is left.
+
+    Args:
+        decay: per pass, in (0, 1).
+    """
+
+    name = "expected-next-use"
+
+    def __init__(self, *, decay: float = 0.9):
+        if not 0 < decay < 1:
+            raise ContractError("no such decay", field="decay", got=decay, expected="inside (0, 1)")
+        self.decay = decay
+
+    def begin(self, layers, experts):
+        self.layers, self.experts = layers, experts
+        self.share = np.zeros(layers * experts)
+        self.held = np.zeros(layers * experts, bool)
+        self.turn = np.repeat(np.arange(layers), experts)
+        self.decayed = [-1] * layers  # visit of each layer's last decay
+        self.order: list[int] = []  # residents, last to go first
+        self.ordered = -1
+
+    def touch(self, visit, keys):
+        layer = visit % self.layers
+        if self.decayed[layer] != visit:  # a visit may come in groups
+            self.decayed[layer] = visit
+            self.share[layer * self.experts : (layer + 1) * self.experts] *= self.decay
+        self.share[keys] += 1 - self.decay
+        self.held[keys] = True
+
+    def insert(self, key):
+        self.held[key] = True
+
+    def victim(self, visit, spared):
+        if self.ordered == visit:
+            key = self._next(spared)
+            if key is not None:
+                return key
+        self._sort(visit)
+        return self._next(spared)
+
+    def _next(self, spared):
+        for at in range(len(self.order) - 1, -1, -1):
+            key = self.order[at]
+            if self.held[key] and key not in spared:
+                del self.order[at]
+                self.held[key] = False
+                return key
+        return None
+
+    def _sort(self, visit):
+        self.ordered = visit
+        keys = np.flatnonzero(self.held)
+        wait = (self.turn[keys] - visit - 1) % self.layers + 1
+        share = np.maximum(self.share[keys], 1e-6)  # finite, and still longer than any thread
+        expected = wait + self.layers * (1 - share) / share
+        self.order = keys[np.argsort(-expected, kind="stable")][::-1].tolist()
+
+    def remove(self, key):
+        self.held[key] = False
+
+
+class HotPin(Ranked):
+    """Keep each layer's hottest experts, those that predictions name having a bonus; the rest goes by LRU.
+
+    A use makes an expert's count old·decay + 1. After every `update_interval` passes of a layer, its
+    `hot_per_layer` experts with the highest count + `pin_bonus` · (a prediction names it) are hot until the
+    next update; experts with a score of 0 never are, and of equals the lowest id is. Hot experts go only when
+    nothing else is left. Counts decay on use alone, as in the source (spec: "hot counts"), so an expert that is never
+    used again keeps its count: the bonus and others' uses must overtake it.
+
+    Args:
+        hot_per_layer: >= 0; 0 makes it plain LRU.
+        decay: in [0, 1].
+        update_interval: passes of a layer between two updates, >= 1.
+        pin_bonus: >= 0, in uses.
+    """
+
+    name = "hot-pin"
+
+    def __init__(
+        self, *, hot_per_layer: int = 8, decay: float = 0.95, update_interval: int = 8, pin_bonus: float = 1.0
+    ):
+        if hot_per_layer < 0 or not 0 <= decay <= 1 or update_interval < 1 or pin_bonus < 0:
+            raise ContractError(
+                "no such hot pins",
+                field="hot_per_layer, decay, update_interval, pin_bonus",
+                got=(hot_per_layer, decay, update_interval, pin_bonus),
+                expected=">= 0, in [0, 1], >= 1, >= 0",
+            )
+        self.hot_per_layer, self.decay = hot_per_layer, decay
+        self.update_interval, self.pin_bonus = update_interval, pin_bonus
+
+    def begin(self, layers, experts):
+        super().begin(layers, experts)
+        self.layers, self.experts = layers, experts
+        self.counts: list[dict[int, float]] = [{} for _ in range(layers)]
+        self.expected: list[set[int]] = [set() for _ in range(layers)]
+        self.hot: list[set[int]] = [set() for _ in range(layers)]
+        self.passes, self.last = [0] * layers, [-1] * layers
+        self.stamp = 0
+
+    def touch(self, visit, keys):
+        layer = visit % self.layers
+        counts = self.counts[layer]
+        for key in keys:
+            counts[key] = counts.get(key, 0.0) * self.decay + 1
+            self._rank(key)
+        if self.last[layer] != visit:
+            self.last[layer] = visit
+            self.passes[layer] += 1
+            if self.passes[layer] % self.update_interval == 0:
+                self._update(layer)
+
+    def insert(self, key):
+        self._rank(key)
+
+    def expect(self, keys):
+        for key in keys:
+            self.expected[key // self.experts].add(key)
+
+    def unexpect(self, keys):
+        for key in keys:
+            self.expected[key // self.experts].discard(key)
+
+    def _rank(self, key):
+        self.stamp += 1
+        self.put(key, (key in self.hot[key // self.experts], self.stamp))
+
+    def _update(self, layer):
+        counts, expected = self.counts[layer], self.expected[layer]
+        score = {key: counts.get(key, 0.0) + self.pin_bonus * (key in expected) for key in counts.keys() | expected}
+        best = heapq.nsmallest(self.hot_per_layer, (key for key in score if score[key] > 0), lambda k: (-score[k], k))
+        before, self.hot[layer] = self.hot[layer], set(best)
+        for key in before ^ self.hot[layer]:
+            if key in self.rank:
+                self.put(key, (key in self.hot[layer], self.rank[key][1]))
+
+
+POLICIES = {policy.name: policy for policy in (Lru, LayerLfu, LayerStaleness, ExpectedNextUse, HotPin)}
+"""Name -> class."""
+
+
+def policy(name: str, **options: float) -> Policy:
+    """A policy by name. Raises ContractError for an unknown name or option."""
+    if name not in POLICIES:
+        raise ContractError("no such eviction policy", field="policy", got=name, expected=sorted(POLICIES))
+    try:
+        return POLICIES[name](**options)
+    except TypeError as error:
+        raise ContractError(
+            "no such option of this policy", field=name, got=sorted(options), expected=str(error)
+        ) from None
