@@ -6,6 +6,8 @@ Names are imported on first use: the pure parts (cache, schedule, device, simula
 from importlib import import_module
 
 _HOMES = {
+    "layout": ("ExpertLayout", "TensorSpec"),
+    "store": ("ExpertStore", "open_store"),
     "device": ("Throttle", "VirtualDevice"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}
