@@ -21,17 +21,20 @@ from typing import Any, Self
 
 import mlx.core as mx
 import psutil
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_tokenizer
 
-from ..errors import ParameterError
-from ..models.loading import PRECISIONS, LoadedModel, cast, measure, widen_experts
+from ..errors import GeometryError, ParameterError
+from ..models.loading import PRECISIONS, LoadedModel, MoEGeometry, cast, measure, widen_experts
 from .cache import Cache
 from .device import VirtualDevice
+from .eviction import policy
 from .forward import Forward
 from .layer import StreamingSwitch
 from .memory import ExpertMemory
 from .schedule import Scheduler
 from .skeleton import Skeleton, drop_experts, skeleton
+from .slab import TYPES
 from .store import ExpertStore, open_store
 
 __all__ = ["EngineOptions", "StreamingEngine"]
@@ -91,8 +94,8 @@ class StreamingEngine:
     def __init__(
         self, loaded: LoadedModel, store: ExpertStore, memory: ExpertMemory, options: EngineOptions, base: int
     ):
-        self.loaded, self.store, self.memory, self.options, self.base_bytes = loaded, store, memory, options, base
-        self.cache, self.scheduler = memory.cache, memory.scheduler
+        self.loaded, self.memory, self.options, self.base_bytes = loaded, memory, options, base
+        self.store, self.cache, self.scheduler = memory.store, memory.cache, memory.scheduler
         self.forward = Forward(memory)
         for index, block in enumerate(loaded.blocks):
             setattr(block.switch_owner, block.switch_name, StreamingSwitch(block.switch, index, self.forward))
@@ -144,7 +147,7 @@ class StreamingEngine:
         except BaseException:
             store.close()
             raise
-        return cls(loaded, store, memory, options, base)
+        return cls(loaded, memory, options, base)
 
     def generate(self, prompt: str | list[int], *, verbose: bool = False, **kwargs: Any) -> str:
         """The whole completion. Arguments as `stream_generate`; `verbose` prints it as it comes."""
@@ -192,10 +195,9 @@ def check_layouts(frame: Skeleton, store: ExpertStore) -> None:
     """Raise GeometryError unless the store has exactly the expert tensors that the model's layers have."""
     for index, block in enumerate(frame.blocks):
         wanted = {
-            name: (tuple(value.shape[1:]), str(value.dtype).rsplit(".", 1)[-1])
-            for name, value in tree_flatten(block.switch.parameters())
+            name: (tuple(value.shape[1:]), value.dtype) for name, value in tree_flatten(block.switch.parameters())
         }
-        have = {tensor.name: (tensor.shape, MX_NAMES[tensor.run]) for tensor in store.layouts[index].tensors}
+        have = {tensor.name: (tensor.shape, TYPES.get(tensor.run)) for tensor in store.layouts[index].tensors}
         if have != wanted or store.experts != block.experts:
             raise GeometryError(
                 "the store's experts are not the model's", file=frame.path, field=f"layer {block.layer_id}",

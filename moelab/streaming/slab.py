@@ -23,7 +23,7 @@ from ..errors import GeometryError, UnsupportedModelError
 from .layout import ExpertLayout, TensorSpec
 
 PAGE = 4096
-_TYPES = {
+TYPES = {
     "F32": mx.float32,
     "F16": mx.float16,
     "BF16": mx.bfloat16,
@@ -67,9 +67,9 @@ class Slab:
 
     def _array(self, base: mx.array, tensor: TensorSpec, offset: int) -> mx.array:
         """Strided view of one tensor in every slot; `offset` bytes from the start of the allocation."""
-        if tensor.run not in _TYPES:
-            raise UnsupportedModelError("no mlx type", field=tensor.name, got=tensor.run, expected=sorted(_TYPES))
-        kind = _TYPES[tensor.run]
+        if tensor.run not in TYPES:
+            raise UnsupportedModelError("no mlx type", field=tensor.name, got=tensor.run, expected=sorted(TYPES))
+        kind = TYPES[tensor.run]
         inner = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
         array = mx.as_strided(
             mx.view(base, kind),
