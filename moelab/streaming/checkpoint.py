@@ -15,7 +15,6 @@ interleaved, to be unpacked first) is refused by name: `moelab pack` can convert
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -24,15 +23,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..errors import ArtifactError, UnsupportedModelError
 from ..files import digest_file, digest_json, read_json
-from .layout import DTYPES, ExpertLayout, TensorSpec, run_dtype
+from .layout import ExpertLayout, TensorSpec, run_dtype
+from .shards import SIZES, Stored, dtype_name, host_bytes, read_header, some
 
-__all__ = ["CheckpointSource", "Stored", "model_digest", "read_header"]
+__all__ = ["CheckpointSource", "ExpertParameters", "expert_parameters", "model_digest"]
 
-MAX_HEADER = 100 << 20
 ALIASES = {
     "gate_proj": ("gate_proj", "w1"),
     "up_proj": ("up_proj", "w3"),
@@ -42,65 +39,6 @@ ALIASES = {
 }
 FUSED = ("gate_up_proj", "input_linear")
 HALVES = {"gate_proj": 0, "up_proj": 1}
-SIZES = {**{name: dtype.itemsize for name, dtype in DTYPES.items()}, "F64": 8, "I64": 8, "U64": 8, "BOOL": 1}
-SIZES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a safetensors file: `start` is its place in the file."""
-
-    key: str
-    file: int
-    start: int
-    dtype: str
-    shape: tuple[int, ...]
-
-
-def read_header(path: Path, file: int = 0) -> dict[str, Stored]:
-    """Tensors of a safetensors file by key, after its size was held against its header.
-
-    A shard that is too short is the reason: mapped, its missing tensors read as zeros or as rubbish.
-
-    Raises:
-        ArtifactError: not safetensors, or the file is shorter or longer than its header says.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if size < 8 or length > min(MAX_HEADER, size - 8):
-            raise ArtifactError(
-                "not a safetensors file", file=path, field="header", got=f"{size} bytes", expected=f"{8 + length}"
-            )
-        try:
-            entries = json.loads(stream.read(length))
-            entries.pop("__metadata__", None)
-            tensors = {key: _stored(key, file, 8 + length, entry) for key, entry in entries.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArtifactError(
-                "not a safetensors file", file=path, field="header", got=str(error), expected="a table of tensors"
-            ) from None
-    ends = {key: t.start + math.prod(t.shape) * SIZES[t.dtype] for key, t in tensors.items()}
-    end = max(ends.values(), default=8 + length)
-    if size != end:
-        lost = sorted(key for key, at in ends.items() if at > size)
-        raise ArtifactError(
-            f"the file is {abs(end - size)} bytes {'shorter' if size < end else 'longer'} than its header says",
-            file=path,
-            field=_some(lost) or "size",
-            got=f"{size} bytes",
-            expected=f"{end} bytes",
-            fix="fetch this file again",
-        )
-    return tensors
-
-
-def _stored(key: str, file: int, base: int, entry: dict[str, Any]) -> Stored:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
-    if begin < 0 or end - begin != math.prod(shape) * SIZES[entry["dtype"]]:
-        raise ValueError(f"{key}: bytes {begin} to {end} for {entry['dtype']} {list(shape)}")
-    return Stored(key, file, base + begin, entry["dtype"], shape)
 
 
 def model_digest(path: Path) -> str:
@@ -127,7 +65,7 @@ class CheckpointSource:
         for number, file in enumerate(self.files):
             tensors = read_header(file, number)
             if twice := sorted(stored.keys() & tensors.keys()):
-                raise ArtifactError("two shards hold one tensor", file=file, field=_some(twice))
+                raise ArtifactError("two shards hold one tensor", file=file, field=some(twice))
             stored |= tensors
         layers = expert_parameters(self.path)
         self.layers, self.experts = len(layers), layers[0].experts
@@ -164,8 +102,8 @@ class CheckpointSource:
         return UnsupportedModelError(
             "the experts of this checkpoint do not lie in it as they are run",
             file=self.path,
-            field=_some(missing),
-            got=f"keys of this layer: {_some(left)}",
+            field=some(missing),
+            got=f"keys of this layer: {some(left)}",
             expected="the same tensor stacked, fused gate first, or one key an expert",
             fix="moelab pack MODEL OUT",
         )
@@ -173,9 +111,10 @@ class CheckpointSource:
     def _compare(self, layer: int, parameters: ExpertParameters) -> None:
         """One expert as mlx-lm loads it against the bytes found for it."""
         expert = self.experts - 1
-        for (name, array), tensor, (file, start) in zip(
-            parameters.arrays.items(), self.layouts[layer].tensors, self.places(layer, expert), strict=True
+        for name, tensor, (file, start) in zip(
+            self.names[layer], self.layouts[layer].tensors, self.places(layer, expert), strict=True
         ):
+            array = parameters.arrays.pop(name)  # evaluated whole below, and gone before the next one is
             with open(self.files[file], "rb") as stream:
                 stream.seek(start)
                 found = stream.read(tensor.stored_bytes)
@@ -201,16 +140,10 @@ class ExpertParameters:
 
     def spec(self, name: str, precision: str) -> TensorSpec:
         array = self.arrays[name]
-        stored = SAFE_NAMES.get(str(array.dtype).rsplit(".", 1)[-1], str(array.dtype))
+        stored = dtype_name(array)
         return TensorSpec(
             name.removeprefix(self.switch + "."), tuple(array.shape[1:]), stored, run_dtype(stored, precision)
         )
-
-
-SAFE_NAMES = {
-    "float32": "F32", "float16": "F16", "bfloat16": "BF16",
-    "uint8": "U8", "uint16": "U16", "uint32": "U32", "int8": "I8", "int16": "I16", "int32": "I32",
-}  # fmt: skip
 
 
 def expert_parameters(path: Path) -> list[ExpertParameters]:
@@ -238,16 +171,9 @@ def expert_parameters_of(network: Any, blocks: list[Any]) -> list[ExpertParamete
             if isinstance(module, SwitchLinear | QuantizedSwitchLinear):
                 arrays |= {f"{switch}.{name}.{key}": value for key, value in tree_flatten(module.parameters())}
         if odd := [name for name, array in arrays.items() if not array.ndim or array.shape[0] != block.experts]:
-            raise UnsupportedModelError("a tensor of the experts is not one for each", field=_some(odd))
+            raise UnsupportedModelError("a tensor of the experts is not one for each", field=some(odd))
         layers.append(ExpertParameters(block.layer_id, block.experts, switch, arrays))
     return layers
-
-
-def host_bytes(array: Any) -> np.ndarray:
-    """Bytes `u8[n]` of an mlx array, evaluated."""
-    import mlx.core as mx
-
-    return np.array(mx.view(mx.contiguous(array).reshape(-1), mx.uint8))
 
 
 class _Keys:
@@ -268,9 +194,9 @@ class _Keys:
 
     def match(self, name: str, experts: int, array: Any) -> list[tuple[int, int]] | None:
         """`(file, start)` of each expert's part of one stacked tensor, or None."""
-        dtype = SAFE_NAMES.get(str(array.dtype).rsplit(".", 1)[-1])
+        dtype = dtype_name(array)
         shape = tuple(array.shape)
-        each = math.prod(shape[1:]) * SIZES.get(dtype, 0)
+        each = math.prod(shape[1:]) * SIZES[dtype]
         own = self.stored.get(name)
         if own is not None:
             return _rows(own, experts, each) if (own.shape, own.dtype) == (shape, dtype) else None
@@ -316,7 +242,3 @@ def _ends(tail: list[str], endings: list[list[str]], kind: str) -> bool:
 
 def _rows(tensor: Stored, experts: int, each: int) -> list[tuple[int, int]]:
     return [(tensor.file, tensor.start + expert * each) for expert in range(experts)]
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

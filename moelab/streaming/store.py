@@ -17,7 +17,6 @@ import time
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,8 +24,9 @@ import numpy as np
 
 from ..errors import GeometryError, ParameterError, StoreError
 from .device import Throttle, VirtualDevice
-from .layout import ExpertLayout, aligned, convert
-from .readers import PAGE, Bounce, open_reader
+from .layout import ExpertLayout, aligned
+from .plan import Read, plan_reads
+from .readers import Bounce, open_reader
 
 __all__ = ["ExpertStore", "Source", "open_store"]
 
@@ -47,17 +47,6 @@ class Source(Protocol):
 
     def checksum(self, layer: int, expert: int) -> int | None:
         """CRC-32 of the record, None where the source keeps none."""
-
-
-@dataclass(frozen=True)
-class _Read:
-    """One contiguous read, and what is in it: `(tensor, place within the read)`."""
-
-    file: int
-    start: int
-    need: int
-    length: int
-    pieces: tuple[tuple[int, int], ...]
 
 
 class ExpertStore:
@@ -81,7 +70,7 @@ class ExpertStore:
         if check_reads:
             self._require_checksums("check_reads")
         self._throttle = None if device is None else Throttle(device)
-        self._plans: dict[tuple[int, int], tuple[_Read, ...]] = {}
+        self._plans: dict[tuple[int, int], tuple[Read, ...]] = {}
         self._bounce = Bounce()
         self._state = threading.Condition(threading.Lock())
         self._reading, self._since = 0, 0.0
@@ -120,18 +109,23 @@ class ExpertStore:
                 "memory does not fit an expert", field="out", got=(str(out.dtype), out.shape),
                 expected=f"contiguous uint8 ({layout.slot_bytes},)",
             )  # fmt: skip
-        plan = self._plans.get((layer, expert)) or self._plan(layer, expert)
+        plan = self._plans.get((layer, expert))
+        if plan is None:
+            places = self._source.places(layer, expert)
+            plan = self._plans[layer, expert] = plan_reads(layout, places, align=self._reader.align)
         physical, done = 0, False
         self._begin()
         try:
             with self._throttle.read(sum(r.length for r in plan)) if self._throttle else nullcontext():
                 for read in plan:
-                    buffer, direct = self._buffer(layout, read, out)
+                    # Types and places are those of the slot: the disk fills it. Else by way of this thread's buffer.
+                    direct = read.direct and out.__array_interface__["data"][0] % self._reader.align == 0
+                    buffer = out[: read.length] if direct else self._bounce.take(read.length)
                     physical += self._reader.fetch(read.file, read.start, read.need, buffer)
                     if check:
                         self._compare(layer, expert, read, buffer)
                     if not direct:
-                        _place(layout, read, buffer, out)
+                        read.place(layout, buffer, out)
             done = True
         finally:
             self._end(layout.stored_bytes, physical, done)
@@ -181,42 +175,7 @@ class ExpertStore:
             )  # fmt: skip
         return self.layouts[layer]
 
-    def _plan(self, layer: int, expert: int) -> tuple[_Read, ...]:
-        """Reads of one expert. Places that share or touch a page are read together."""
-        layout, align = self.layouts[layer], self._reader.align
-        places = [
-            (file, start, start + tensor.stored_bytes, number)
-            for number, (tensor, (file, start)) in enumerate(
-                zip(layout.tensors, self._source.places(layer, expert), strict=True)
-            )
-        ]
-        groups: list[list[tuple[int, int, int, int]]] = []
-        for place in sorted(places):
-            last = groups[-1] if groups else None
-            if last and last[-1][0] == place[0] and place[1] // PAGE <= -(-max(p[2] for p in last) // PAGE):
-                last.append(place)
-            else:
-                groups.append([place])
-        plan = []
-        for group in groups:
-            start, end = group[0][1] // align * align, max(place[2] for place in group)
-            pieces = tuple((number, begin - start) for _, begin, _, number in group)
-            plan.append(_Read(group[0][0], start, end - start, -(-(end - start) // align) * align, pieces))
-        self._plans[layer, expert] = tuple(plan)
-        return self._plans[layer, expert]
-
-    def _buffer(self, layout: ExpertLayout, read: _Read, out: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Memory to read into, and whether it is the slot itself: same types, same places, same alignment."""
-        if (
-            layout.plain
-            and len(read.pieces) == len(layout.tensors)
-            and all(at == layout.offsets[number] for number, at in read.pieces)
-            and out.__array_interface__["data"][0] % self._reader.align == 0
-        ):
-            return out[: read.length], True
-        return self._bounce.take(read.length), False
-
-    def _compare(self, layer: int, expert: int, read: _Read, buffer: np.ndarray) -> None:
+    def _compare(self, layer: int, expert: int, read: Read, buffer: np.ndarray) -> None:
         got, expected = zlib.crc32(buffer[: read.need]), self._source.checksum(layer, expert)
         if got != expected:
             raise StoreError(
@@ -254,14 +213,6 @@ class ExpertStore:
             if not self._reading:
                 self.busy_s += time.perf_counter() - self._since
                 self._state.notify_all()
-
-
-def _place(layout: ExpertLayout, read: _Read, buffer: np.ndarray, out: np.ndarray) -> None:
-    """Copy or convert what was read to where it belongs in the slot."""
-    for number, at in read.pieces:
-        tensor, offset = layout.tensors[number], layout.offsets[number]
-        source = buffer[at : at + tensor.stored_bytes]
-        convert(source, tensor.stored, out[offset : offset + tensor.run_bytes], tensor.run)
 
 
 def open_store(
