@@ -12,6 +12,7 @@ extract no features, fit no scores, install nothing, estimate no load and record
     combination    softmax, equal, positive evidence, always-on anchor
     mixture_head   a learned head, with its offline fit
     lora           merging parameters instead of outputs
+    degrade        a native route whose late experts are left to the anchor
     dispatch       grouped sparse execution, on tokens as rows
     telemetry      load, overflow, arity and regret, after the fact
     config         policies as strict JSON
@@ -30,6 +31,7 @@ from moelab.policies.combination import (
 from moelab.policies.compatibility import CompatibilityIndex, CompatibilityTop2Selection
 from moelab.policies.config import PolicyConfig, PolicyManifest
 from moelab.policies.decisions import CapacityResult, Decision, Top1Decision, TopKDecision
+from moelab.policies.degrade import DegradedRoutes, degrade
 from moelab.policies.dispatch import DispatchResult, SparseDispatcher
 from moelab.policies.hierarchy import HierarchicalDecision, HierarchicalSelection
 from moelab.policies.lora import LoRAMergeDispatcher, LoRASpecialist, LoRAUpdate
@@ -61,6 +63,7 @@ __all__ = [
     "CompatibilityIndex",
     "CompatibilityTop2Selection",
     "Decision",
+    "DegradedRoutes",
     "DispatchResult",
     "DynamicKSelection",
     "EqualCombination",
@@ -84,6 +87,7 @@ __all__ = [
     "TopKDecision",
     "UnitWeights",
     "arity_histogram",
+    "degrade",
     "expert_load",
     "expert_overflow",
     "fit_mixture_head",
