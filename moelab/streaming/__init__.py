@@ -6,6 +6,12 @@ Names are imported on first use: the pure parts (cache, schedule, device, simula
 from importlib import import_module
 
 _HOMES = {
+    "eviction": ("POLICIES", "ExpectedNextUse", "HotPin", "LayerLfu", "LayerStaleness", "Lru", "Policy", "policy"),
+    "cache": ("Cache", "Grant"),
+    "counters": ("Counters",),
+    "schedule": ("P0", "P1", "P2", "Scheduler", "SchedulerCounters", "Ticket"),
+    "pack": ("Pack", "read_pack"),
+    "packing": ("write_pack",),
     "layout": ("ExpertLayout", "TensorSpec"),
     "store": ("ExpertStore", "open_store"),
     "device": ("Throttle", "VirtualDevice"),
