@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import ArtifactError
 from ..files import canonical_json
 
-__all__ = ["SIZES", "Stored", "dtype_name", "encode_header", "host_bytes", "read_header", "some"]
+__all__ = ["NAMES", "SIZES", "Stored", "dtype_name", "encode_header", "host_bytes", "read_header", "some"]
 
 MAX_HEADER = 100 << 20
 NAMES = {

@@ -245,10 +245,12 @@ def open_store(
         from .pack import PackSource as Opened
     else:
         from .checkpoint import CheckpointSource as Opened
-    store = ExpertStore(Opened(path, precision), reader=reader, device=device, check_reads=check_reads)
+    source = Opened(path, precision)
+    store = ExpertStore(source, reader=reader, device=device, check_reads=check_reads)
     if verify == "records":
         try:
             store.verify()
+            source.verify_weights()
         except BaseException:
             store.close()
             raise
