@@ -91,10 +91,8 @@ class StreamingEngine:
         base_bytes: resident set when everything but the slots was loaded.
     """
 
-    def __init__(
-        self, loaded: LoadedModel, store: ExpertStore, memory: ExpertMemory, options: EngineOptions, base: int
-    ):
-        self.loaded, self.memory, self.options, self.base_bytes = loaded, memory, options, base
+    def __init__(self, loaded: LoadedModel, memory: ExpertMemory, options: EngineOptions, base_bytes: int):
+        self.loaded, self.memory, self.options, self.base_bytes = loaded, memory, options, base_bytes
         self.store, self.cache, self.scheduler = memory.store, memory.cache, memory.scheduler
         self.forward = Forward(memory)
         for index, block in enumerate(loaded.blocks):
@@ -164,6 +162,12 @@ class StreamingEngine:
 
         return stream_generate(self, prompt, **kwargs)
 
+    def stream_tokens(self, prompt: list[int], **kwargs: Any) -> Iterator[tuple[int, mx.array]]:
+        """Token ids and log-probabilities, as `mlx_lm.generate_step` (see `generate.stream_tokens`)."""
+        from .generate import stream_tokens
+
+        return stream_tokens(self, prompt, **kwargs)
+
     def run(self, tokens: mx.array, cache: list[Any], phase: int) -> mx.array:
         """One pass of `[B,T]` tokens through the model; logits `[B,T,V]`, evaluated. `phase` as in `routes`."""
         self.forward.begin(phase)
@@ -177,8 +181,7 @@ class StreamingEngine:
 
     def reset(self) -> None:
         """Forget what belongs to a request. Residents stay: the cache is warm for the next one."""
-        with self.memory.locked():
-            self.cache.reset_request()
+        self.memory.reset_request()
 
     def close(self) -> None:
         self.memory.close()

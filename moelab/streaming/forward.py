@@ -115,11 +115,8 @@ class Forward:
         self.timeline.waited(demand.wait(), self.memory.clock())
 
     def groups(self, layer: int, experts: np.ndarray) -> list[np.ndarray]:
-        """Positions in `experts`, split so that each part has a slot for every member; residents come first."""
-        if len(experts) <= (room := self.memory.room(layer)):
-            return [np.arange(len(experts))]
-        order = np.argsort(~self.memory.resident(layer, experts.tolist()), kind="stable")
-        return [order[start : start + room] for start in range(0, len(order), room)]
+        """Positions in `experts` (ascending), in parts that each have a slot for every member; residents first."""
+        return [np.searchsorted(experts, part) for part in self.memory.groups(layer, experts.tolist())]
 
     def done(self, output: mx.array) -> None:
         """Evaluate one group of a visit and release its slots for the next."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import ContractError
-from .cache import Cache
+from .cache import Cache, Grant
 from .schedule import P0, Scheduler, Ticket
 from .slab import Slab
 from .store import ExpertStore
@@ -84,7 +84,7 @@ class ExpertMemory:
         self.prefetch_error: BaseException | None = None
         self.prefetch_errors = 0
         self._change = threading.Condition(threading.Lock())
-        self._grants: dict[int, int] = {}  # key -> slot that a read in progress fills
+        self._reads = 0  # in progress
         self._failed: dict[int, BaseException] = {}
         self._closed = False
         self._threads = [
@@ -96,14 +96,14 @@ class ExpertMemory:
     def slab(self, layer: int) -> Slab:
         return self.slabs[self.cache.pool_of(layer)]
 
-    def room(self, layer: int) -> int:
-        """Experts of a layer that can be resident at the same time."""
-        return self.cache.room(layer)
-
-    def resident(self, layer: int, experts: Sequence[int]) -> np.ndarray:
-        """`bool[n]`, without counting as a use."""
+    def groups(self, layer: int, experts: Sequence[int]) -> list[list[int]]:
+        """The experts in parts that can each be resident together, residents first; one part if all can."""
+        base = layer * self.store.experts
         with self._change:
-            return np.array([self.cache.slot(layer * self.store.experts + e) is not None for e in experts])
+            while self.cache.room(layer) < 1 and self._reads:  # speculative reads hold every slot: they will land
+                self._change.wait()
+            parts = self.cache.groups(layer, [base + expert for expert in experts])
+        return [[key - base for key in part] for part in parts]
 
     # ------------------------------------------------------------------ the asking thread
 
@@ -138,16 +138,16 @@ class ExpertMemory:
                 if not demand.waiting:
                     break
                 self._check_open()
-                if (ticket := self._start(urgent=True)) is not None:
-                    self._read(ticket)
+                if (started := self._start(urgent=True)) is not None:
+                    self._read(*started)
                 else:
                     self._change.wait(timeout=1.0)
         return self.clock() - began
 
     def _collect(self, demand: Demand) -> None:
+        """Lease what has landed since the last look. Raises what a read of this demand raised."""
         for key in list(demand.waiting):
             if (error := self._failed.pop(key, None)) is not None:
-                self.cache.release([key for key in demand.keys if key not in demand.waiting])
                 raise error
             if (slot := self.cache.slot(key)) is not None:
                 self.cache.lease([key])
@@ -175,6 +175,12 @@ class ExpertMemory:
         with self._change:
             return self.scheduler.cancel(owner, generation)
 
+    def reset_request(self) -> None:
+        """Forget what belongs to a request; residents and reads in progress stay."""
+        with self._change:
+            self.cache.reset_request()
+            self._failed.clear()
+
     def drain(self) -> None:
         """Return when nothing is queued or in progress."""
         with self._change:
@@ -194,40 +200,39 @@ class ExpertMemory:
     def _serve(self) -> None:
         with self._change:
             while not self._closed:
-                if (ticket := self._start(urgent=False)) is not None:
-                    self._read(ticket)
+                if (started := self._start(urgent=False)) is not None:
+                    self._read(*started)
                 else:
                     self._change.wait()
 
-    def _start(self, *, urgent: bool) -> Ticket | None:
-        """The next read, with its slot granted; None when there is none, or no slot may be given up."""
-        while (ticket := self.scheduler.next(self.clock(), urgent_only=urgent)) is not None:
+    def _start(self, *, urgent: bool) -> tuple[Ticket, Grant] | None:
+        """The next read and its slot; None when there is none, or no slot may be given up for it."""
+        while (ticket := self.scheduler.next(self.clock(), urgent=urgent)) is not None:
             grant = self.cache.reserve(ticket.key, speculative=ticket.priority != P0)
             if grant is not None:
-                self._grants[ticket.key] = grant.slot
-                return ticket
-            self.scheduler.postpone(ticket, self.clock())
+                return ticket, grant
+            self.scheduler.refuse(ticket, self.clock())
             if ticket.priority == P0:
                 return None
         return None
 
-    def _read(self, ticket: Ticket) -> None:
-        """Read into the granted slot, without the lock (which is held before and after)."""
-        slot, error = self._grants[ticket.key], None
-        out = self.slab(ticket.layer).host[slot]
+    def _read(self, ticket: Ticket, grant: Grant) -> None:
+        """Read into the granted slot. Called with the lock, which is let go during the read."""
+        out, error = self.slabs[grant.pool].host[grant.slot], None
+        self._reads += 1
         self._change.release()
         try:
             self.store.read_into(ticket.layer, ticket.key % self.store.experts, out)
-        except Exception as raised:  # typed by the store; handed to whoever waits
+        except Exception as raised:  # typed by the store; handed to whoever waits for this expert
             error = raised
         finally:
             self._change.acquire()
-        del self._grants[ticket.key]
+            self._reads -= 1
         self.scheduler.finish(ticket, self.clock(), ok=error is None)
         if error is None:
-            self.cache.settle(ticket.key)
+            self.cache.settle(ticket.key, grant.generation)
         else:
-            self.cache.abandon(ticket.key)
+            self.cache.abandon(ticket.key, grant.generation)
             if ticket.priority == P0:
                 self._failed[ticket.key] = error
             else:
