@@ -1,4 +1,4 @@
-"""`moelab run | gates | report | doctor | forget`: the verbs.
+"""`moelab run | gates | report | doctor | pack | forget`: the verbs.
 
 Exit codes. 0: done, or every gate asked for passes. 1: a notebook failed, a gate fails, the self-test is
 wrong. 2: a gate is refused, that is, its evidence is missing. 3: the request itself was refused (unknown
@@ -60,6 +60,31 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument("--compute-ms", type=float, metavar="MS", help="compute time of a decoded token without reads")
     doctor.add_argument("--cache", type=float, metavar="SHARE", help="share of all expert bytes that fits in memory")
     doctor.set_defaults(act=_doctor)
+
+    pack = verbs.add_parser(
+        "pack",
+        help="convert a model to the form that streaming reads fastest",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(
+            "Convert a mixture-of-experts checkpoint to a pack: one contiguous, page-aligned, checksummed\n"
+            "record for each expert, so that an expert is one direct read of the disk. Takes whatever mlx-lm\n"
+            "can load, in bounded memory. The pack appears at OUT when it is complete; until then it grows in\n"
+            "OUT.partial, and after a crash, a kill or a full disk the same command goes on where it stopped."
+        ),
+        epilog=(
+            "Precision. 'stored' keeps the model's own bytes: smallest, but what is stored in half precision is\n"
+            "converted at each read by a run in float32. A pack in the precision of the run is read straight into\n"
+            "place. Quantised weights stay as they are; their scales and biases follow the precision.\n\n"
+            "example: moelab pack softmax packs/softmax --precision float32"
+        ),
+    )
+    pack.add_argument("model", help="name under artifacts/models, checkpoint folder, or repo id")
+    pack.add_argument("out", metavar="OUT", help="folder to make; must not exist")
+    pack.add_argument(
+        "--precision", default="stored", choices=("stored", "float32", "float16", "bfloat16"),
+        help="what floating tensors are cast to (default: stored, that is, not at all)",
+    )  # fmt: skip
+    pack.set_defaults(act=_pack)
 
     forget = verbs.add_parser("forget", help="destroy a thread's key and every row derived from it")
     forget.add_argument("thread", help="thread id as in the threads file, or its uid")
@@ -157,6 +182,23 @@ def _doctor(options) -> int:
     return trace.doctor(
         options.routes, expert_bytes=options.expert_bytes, compute_ms=options.compute_ms, cache=options.cache
     )
+
+
+def _pack(options) -> int:
+    from tqdm import tqdm
+
+    from .streaming import write_pack
+
+    with tqdm(desc=f"pack {Path(options.model).name}", unit="B", unit_scale=True, smoothing=0.1) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        pack = write_pack(options.model, options.out, precision=options.precision, progress=progress)
+    records = sum(len(layer.checksums) * layer.record_bytes for layer in pack.layers)
+    print(f"{options.out}: {len(pack.layers)} layers of {pack.experts} experts, {records / 1e6:.1f} MB of records")
+    return DONE
 
 
 def _forget(options) -> int:
