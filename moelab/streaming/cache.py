@@ -26,55 +26,16 @@ One caller at a time: `ExpertMemory` holds a lock around every call. Key = layer
 from __future__ import annotations
 
 import copy
-import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from ..errors import ContractError
 from ..routes import DECODED, PREFILLED
-from .counters import Counters
+from .counters import Counters, Tally
 from .eviction import Policy
-from .pools import Part, divide
+from .holds import Either, Expectations, Flight, Holds
+from .pools import Grant, Part, Pools
 
 __all__ = ["Cache", "Grant"]
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Leave to read one expert into one slot.
-
-    Attributes:
-        key, pool, slot: which expert, and where.
-        generation: how often the slot has been granted; tells this grant from an earlier one of the slot.
-        evicted: the key that had to go, if any.
-    """
-
-    key: int
-    pool: int
-    slot: int
-    generation: int
-    evicted: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A read in progress."""
-
-    grant: Grant
-    speculative: bool
-    touched: bool  # a visit has named the key, so the policy knows it
-
-
-class _Either:
-    """Union of two containers, for `in`."""
-
-    __slots__ = ("first", "second")
-
-    def __init__(self, first, second):
-        self.first, self.second = first, second
-
-    def __contains__(self, key):
-        return key in self.first or key in self.second
 
 
 class Cache:
@@ -116,36 +77,28 @@ class Cache:
         self.slot_bytes = tuple(int(size) for size in slot_bytes)
         self.read_bytes = self.slot_bytes if read_bytes is None else tuple(int(size) for size in read_bytes)
         self.pins = frozenset(pins)
-        self.pool_slots, self._pool, self._parts = divide(
+        self._pools = Pools(
             layers=layers, experts=experts, slot_bytes=self.slot_bytes, budget=budget, top_k=top_k, pins=self.pins,
             partitioned=policy.partitioned, below_cycle=below_cycle,
         )  # fmt: skip
-        self._part: list[Part] = [part for layer in range(layers) for part in self._parts if layer in part.layers]
-        for part in self._parts:
+        self.pool_slots = self._pools.slots
+        for part in self._pools.parts:
             part.policy = copy.copy(policy)
             part.policy.begin(layers, experts)
-        self._free = [list(range(slots))[::-1] for slots in self.pool_slots]
-        self._generation = [[0] * slots for slots in self.pool_slots]
         self._slot: dict[int, int] = {}  # resident key -> slot
-        self._flight: dict[int, _Flight] = {}
-        self._lease: dict[int, int] = {}  # key -> leases
-        self._wanted: list[set[int]] = [set() for _ in range(layers)]
-        self._held: dict[int, int] = {}  # key -> reasons not to evict: leases, wanted, in flight
-        self._held_here = [0] * layers  # distinct held keys of each layer that are not pinned
-        self._expected: dict[int, int] = {}  # key -> last visit it is expected for
-        self._lapse: list[tuple[int, int]] = []  # heap of (visit, key), possibly outdated
+        self._flight: dict[int, Flight] = {}
+        self._holds = Holds(layers, experts, self.pins)
+        self._expected = Expectations()
         self._unused: set[int] = set()  # prefetched, resident, not used yet
-        self._seen = bytearray(layers * experts)
+        self._seen = [False] * (layers * experts)
         self.now = -1
-        self.occupied_bytes = self.high_water_bytes = 0
-        self._counters = {PREFILLED: Counters(), DECODED: Counters()}
-        self._steady = {PREFILLED: Counters(), DECODED: Counters()}
-        self._count = self._counters[DECODED]
+        self._tally = Tally((PREFILLED, DECODED))
+        self._count = self._tally.of[DECODED]
 
     # ------------------------------------------------------------------ what is there
 
     def pool_of(self, layer: int) -> int:
-        return self._pool[layer]
+        return self._pools.of[layer]
 
     def slot(self, key: int) -> int | None:
         """Slot of a resident expert; None while it is absent or in flight. Not a use."""
@@ -155,6 +108,18 @@ class Cache:
         """Grant of the read of this expert, if there is one in progress."""
         flight = self._flight.get(key)
         return None if flight is None else flight.grant
+
+    @property
+    def occupied_bytes(self) -> int:
+        return self._pools.occupied
+
+    @property
+    def high_water_bytes(self) -> int:
+        return self._pools.high_water
+
+    def reset_high_water(self) -> int:
+        """Start a new maximum (for a phase, say); returns the old one."""
+        return self._pools.reset_high_water()
 
     def resident(self) -> list[int]:
         """Keys of all residents, ascending."""
@@ -166,8 +131,8 @@ class Cache:
 
     def room(self, layer: int) -> int:
         """Experts of this layer that can be resident together now, while others' leases and reads last."""
-        part = self._part[layer]
-        others = sum(self._held_here[other] for other in part.layers) - self._held_here[layer]
+        part = self._pools.part[layer]
+        others = sum(self._holds.here[other] for other in part.layers) - self._holds.here[layer]
         return part.limit - part.pinned - others
 
     def groups(self, layer: int, keys: Sequence[int]) -> list[list[int]]:
@@ -202,8 +167,8 @@ class Cache:
         Raises:
             ContractError: keys of another layer or named twice, more than fit, or an unknown phase.
         """
-        part, base = self._part[layer], layer * self.experts
-        if phase not in self._counters:
+        part, base = self._pools.part[layer], layer * self.experts
+        if phase not in self._tally.of:
             raise ContractError("unknown phase", field="phase", got=phase, expected=(PREFILLED, DECODED))
         if len(set(keys)) != len(keys) or any(not base <= key < base + self.experts for key in keys):
             raise ContractError(
@@ -217,105 +182,61 @@ class Cache:
             )  # fmt: skip
         if self.layers == 1 or self.now < 0 or self.now % self.layers != layer:
             self._begin(self.next_visit(layer))
-        count = self._count = self._counters[phase]
-        hits = [key in self._slot for key in keys]
+        count = self._count = self._tally.of[phase]
+        size, hits = self.read_bytes[layer], [key in self._slot for key in keys]
         for key, hit in zip(keys, hits, strict=True):
-            seen, self._seen[key] = self._seen[key], 1
             if hit:
-                self._hold(key)
-                self._lease[key] = self._lease.get(key, 0) + 1
-                if seen:
-                    count.warm_hits += 1
-                else:
-                    count.cold_hits += 1
+                self._holds.lease(key)
                 if key in self._unused:
-                    self._unused.discard(key)
-                    count.prefetch_used += 1
-                    count.prefetch_used_bytes += self.read_bytes[layer]
+                    self._unused.remove(key)
+                    count.used(size)
             else:
-                self._want(layer, key)
-                if seen:
-                    count.warm_misses += 1
-                    count.warm_miss_bytes += self.read_bytes[layer]
-                else:
-                    count.cold_misses += 1
-                    count.cold_miss_bytes += self.read_bytes[layer]
+                self._holds.want(key)
+                if key in self._flight:
+                    self._flight[key].touched = True
+        count.visited(hits, [self._seen[key] for key in keys], size)
+        for key in keys:
+            self._seen[key] = True
         part.policy.touch(self.now, evictable)
         return hits
 
     def _begin(self, visit: int) -> None:
         self.now = visit
-        for key in list(self._wanted[visit % self.layers]):  # of a visit that did not read them
-            self._unwant(key)
-        while self._lapse and self._lapse[0][0] < visit:
-            until, key = heapq.heappop(self._lapse)
-            if self._expected.get(key) == until:
-                self.unexpect([key])
+        self._unwant(self._holds.wanted[visit % self.layers])  # of a visit that did not read them
+        self.unexpect(self._expected.lapsed(visit))
 
     def lease(self, keys: Iterable[int]) -> None:
         """Hold residents until they are released as often. Raises ContractError for a key that is not resident."""
         for key in keys:
             if key not in self._slot:
                 raise ContractError("only a resident is leased", field="key", got=key, expected="resident")
-            self._lease[key] = self._lease.get(key, 0) + 1
-            wanted = self._wanted[key // self.experts]
-            if key in wanted:
-                wanted.discard(key)  # the visit's hold becomes the lease's
-            else:
-                self._hold(key)
+            self._holds.lease(key)
 
     def release(self, keys: Iterable[int]) -> None:
-        """End one lease of each key, or its being wanted, if it was never leased. ContractError if it is neither."""
+        """End one lease of each key, or its being wanted if it was never leased.
+
+        Raises:
+            ContractError: it is neither: one release too many would free a slot that is still being used.
+        """
         for key in keys:
-            leases = self._lease.get(key, 0)
-            if leases:
-                if leases == 1:
-                    del self._lease[key]
-                else:
-                    self._lease[key] = leases - 1
-                self._let_go(key)
-            elif key in self._wanted[key // self.experts]:
-                self._unwant(key)
-            else:
+            if self._holds.release(key):
+                continue
+            if key not in self._holds.wanted[key // self.experts]:
                 raise ContractError("this expert is not leased", field="key", got=key, expected="leased or wanted")
+            self._unwant((key,))
 
     def reset_request(self) -> None:
         """Forget what belongs to a request: leases, wants, expectations. Residents and reads in flight stay."""
-        for key in list(self._lease):
-            self.release([key] * self._lease[key])
-        for wanted in self._wanted:
-            for key in list(wanted):
-                self._unwant(key)
-        self.unexpect(list(self._expected))
+        self._holds.release_all()
+        for wanted in self._holds.wanted:
+            self._unwant(wanted)
+        self.unexpect(self._expected.keys)
 
-    def _hold(self, key: int) -> None:
-        held = self._held.get(key, 0)
-        self._held[key] = held + 1
-        if not held and key not in self.pins:
-            self._held_here[key // self.experts] += 1
-
-    def _let_go(self, key: int) -> None:
-        held = self._held[key] - 1
-        if held:
-            self._held[key] = held
-        else:
-            del self._held[key]
-            if key not in self.pins:
-                self._held_here[key // self.experts] -= 1
-
-    def _want(self, layer: int, key: int) -> None:
-        if key not in self._wanted[layer]:
-            self._wanted[layer].add(key)
-            self._hold(key)
-        if key in self._flight:
-            self._flight[key].touched = True
-
-    def _unwant(self, key: int) -> None:
-        layer = key // self.experts
-        self._wanted[layer].discard(key)
-        self._let_go(key)
-        if key not in self._slot and key not in self._flight:
-            self._part[layer].policy.remove(key)  # it was counted as resident, and never read
+    def _unwant(self, keys: Iterable[int]) -> None:
+        for key in list(keys):
+            self._holds.unwant(key)
+            if key not in self._slot and key not in self._flight:
+                self._pools.part[key // self.experts].policy.remove(key)  # it counted as resident, and was never read
 
     # ------------------------------------------------------------------ reads
 
@@ -330,34 +251,28 @@ class Cache:
         if key in self._slot or key in self._flight:
             raise ContractError("this expert has a slot", field="key", got=key, expected="absent")
         layer = key // self.experts
-        part, pool, evicted = self._part[layer], self._pool[layer], ()
-        if part.used < part.limit:
-            slot = self._free[pool].pop()
-        else:
+        part, evicted = self._pools.part[layer], ()
+        slot = self._pools.take(layer)
+        if slot is None:
             victim = self._victim(part, speculative)
             if victim is None:
                 return None
             slot, evicted = self._slot.pop(victim), (victim,)
-            self._empty(part, layer)
             self._count.evictions += 1
             if victim in self._unused:
-                self._unused.discard(victim)
+                self._unused.remove(victim)
                 self._count.evictions_unused += 1
-        part.used += 1
-        self.occupied_bytes += self.slot_bytes[layer]
-        self.high_water_bytes = max(self.high_water_bytes, self.occupied_bytes)
-        self._generation[pool][slot] += 1
-        grant = Grant(key, pool, slot, self._generation[pool][slot], evicted)
-        self._flight[key] = _Flight(grant, speculative, touched=key in self._wanted[layer])
-        self._hold(key)
+        grant = self._pools.grant(key, layer, slot, evicted)
+        self._flight[key] = Flight(grant, speculative, touched=key in self._holds.wanted[layer])
+        self._holds.add(key)
         return grant
 
     def _victim(self, part: Part, speculative: bool) -> int | None:
-        if self._expected:
-            victim = part.policy.victim(self.now, _Either(self._held, self._expected))
+        if self._expected.keys:
+            victim = part.policy.victim(self.now, Either(self._holds.keys, self._expected.keys))
             if victim is not None or speculative:
                 return victim
-        return part.policy.victim(self.now, self._held)
+        return part.policy.victim(self.now, self._holds.keys)
 
     def settle(self, key: int, generation: int | None = None) -> bool:
         """The read of `key` has landed: it is resident. False if that was a read of another generation.
@@ -368,23 +283,13 @@ class Cache:
         flight = self._landed(key, generation)
         if flight is None:
             return False
-        layer, count = key // self.experts, self._count
+        layer = key // self.experts
         self._slot[key] = flight.grant.slot
         if not flight.touched and key not in self.pins:
-            self._part[layer].policy.insert(key)
-        if flight.speculative:
-            count.prefetch_reads += 1
-            count.prefetch_bytes += self.read_bytes[layer]
-            if flight.touched:
-                count.prefetch_used += 1
-                count.prefetch_used_bytes += self.read_bytes[layer]
-                count.prefetch_late += 1
-                count.prefetch_late_bytes += self.read_bytes[layer]
-            else:
-                self._unused.add(key)
-        else:
-            count.demand_reads += 1
-            count.demand_bytes += self.read_bytes[layer]
+            self._pools.part[layer].policy.insert(key)
+        self._count.landed(speculative=flight.speculative, asked=flight.touched, nbytes=self.read_bytes[layer])
+        if flight.speculative and not flight.touched:
+            self._unused.add(key)
         return True
 
     def abandon(self, key: int, generation: int | None = None) -> bool:
@@ -393,65 +298,43 @@ class Cache:
         if flight is None:
             return False
         layer = key // self.experts
-        part = self._part[layer]
-        self._free[flight.grant.pool].append(flight.grant.slot)
-        self._empty(part, layer)
+        self._pools.give(layer, flight.grant.slot)
         self._count.failed_reads += 1
-        if flight.touched and key not in self._wanted[layer]:
-            part.policy.remove(key)
+        if flight.touched and key not in self._holds.wanted[layer]:
+            self._pools.part[layer].policy.remove(key)
         return True
 
-    def _landed(self, key: int, generation: int | None) -> _Flight | None:
+    def _landed(self, key: int, generation: int | None) -> Flight | None:
         flight = self._flight.get(key)
         if flight is None and generation is None:
             raise ContractError("no read of this expert is in flight", field="key", got=key, expected="a granted key")
         if flight is None or generation not in (None, flight.grant.generation):
             return None
         del self._flight[key]
-        self._let_go(key)
+        self._holds.drop(key)
         return flight
-
-    def _empty(self, part: Part, layer: int) -> None:
-        part.used -= 1
-        self.occupied_bytes -= self.slot_bytes[layer]
 
     # ------------------------------------------------------------------ predictions and counters
 
     def expect(self, keys: Iterable[int], until_visit: int) -> None:
         """Predictions name these keys for visits up to `until_visit`: protect them from eviction until that is over."""
-        fresh = []
-        for key in keys:
-            if until_visit > self._expected.get(key, -1):
-                if key not in self._expected:
-                    fresh.append(key)
-                self._expected[key] = until_visit
-                heapq.heappush(self._lapse, (until_visit, key))
-        for key in fresh:
-            self._part[key // self.experts].policy.expect((key,))
+        for key in self._expected.add(keys, until_visit):
+            self._pools.part[key // self.experts].policy.expect((key,))
 
     def unexpect(self, keys: Iterable[int]) -> None:
         """End the protection of these keys. Nothing happens to those that had none."""
-        for key in keys:
-            if self._expected.pop(key, None) is not None:
-                self._part[key // self.experts].policy.unexpect((key,))
+        for key in list(keys):
+            if self._expected.keys.pop(key, None) is not None:
+                self._pools.part[key // self.experts].policy.unexpect((key,))
 
     def counters(self, phase: int | None = None) -> Counters:
         """Sums since the cache was made, of one phase or both."""
-        return self._sum(phase, self._counters)
+        return self._tally.total(phase)
 
     def steady(self, phase: int | None = None) -> Counters:
         """Sums since `mark_steady`."""
-        return self._sum(phase, self._counters) - self._sum(phase, self._steady)
+        return self._tally.total(phase, since_mark=True)
 
     def mark_steady(self) -> None:
         """What happened so far was warming up."""
-        self._steady = {phase: count + Counters() for phase, count in self._counters.items()}
-
-    def reset_high_water(self) -> int:
-        """Start a new maximum of `occupied_bytes` (for a phase, say); returns the old one."""
-        peak, self.high_water_bytes = self.high_water_bytes, self.occupied_bytes
-        return peak
-
-    @staticmethod
-    def _sum(phase: int | None, counters: dict[int, Counters]) -> Counters:
-        return sum(counters.values(), Counters()) if phase is None else counters[phase] + Counters()
+        self._tally.mark()

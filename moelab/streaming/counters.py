@@ -9,9 +9,11 @@ Byte figures are the disk's bytes of an expert record.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from operator import and_
 
-__all__ = ["Counters"]
+__all__ = ["Counters", "Tally"]
 
 
 @dataclass(slots=True)
@@ -43,6 +45,34 @@ class Counters:
     evictions: int = 0
     evictions_unused: int = 0
     """Evictions of prefetched experts that were never used."""
+
+    def visited(self, hits: Sequence[bool], seen: Sequence[bool], nbytes: int) -> None:
+        """Experts of `nbytes` each asked for: which were resident, and which had been asked for before."""
+        hit, warm, warm_hits = sum(hits), sum(seen), sum(map(and_, hits, seen))
+        self.warm_hits += warm_hits
+        self.cold_hits += hit - warm_hits
+        self.warm_misses += warm - warm_hits
+        self.cold_misses += (cold_misses := len(hits) - hit - warm + warm_hits)
+        self.warm_miss_bytes += (warm - warm_hits) * nbytes
+        self.cold_miss_bytes += cold_misses * nbytes
+
+    def landed(self, *, speculative: bool, asked: bool, nbytes: int) -> None:
+        """One expert read; `asked`: a visit had named it by then."""
+        if not speculative:
+            self.demand_reads += 1
+            self.demand_bytes += nbytes
+            return
+        self.prefetch_reads += 1
+        self.prefetch_bytes += nbytes
+        if asked:
+            self.used(nbytes)
+            self.prefetch_late += 1
+            self.prefetch_late_bytes += nbytes
+
+    def used(self, nbytes: int) -> None:
+        """A prefetched expert is used for the first time."""
+        self.prefetch_used += 1
+        self.prefetch_used_bytes += nbytes
 
     @property
     def hits(self) -> int:
@@ -93,3 +123,19 @@ class Counters:
 
     def __sub__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+class Tally:
+    """Counters of each phase, in all and since a mark. `of[phase]` is counted into."""
+
+    def __init__(self, phases: Iterable[int]):
+        self.of = {phase: Counters() for phase in phases}
+        self._marked = {phase: Counters() for phase in self.of}
+
+    def mark(self) -> None:
+        self._marked = {phase: count + Counters() for phase, count in self.of.items()}
+
+    def total(self, phase: int | None, *, since_mark: bool = False) -> Counters:
+        """A copy, of one phase or all."""
+        chosen = self.of if phase is None else (phase,)
+        return sum((self.of[p] - (self._marked[p] if since_mark else Counters()) for p in chosen), Counters())

@@ -8,56 +8,21 @@ LRU over all layers has a cliff: layers are visited in a cycle, so with less tha
 it evicts precisely what comes next and hits nothing at all. Counting uses by layer, or age in passes instead of
 in lookups, removes the cliff.
 
-A key is layer·E + expert. Visit v is one layer's turn in one pass, of layer v mod L. A policy's life:
-`begin(layers, experts)` makes all state anew (what is there before it is configuration), then any order of
-`touch`, `insert`, `victim`, `remove` and `expect`, with visits that never go back.
+What a policy is asked, and when, is said in `ranking`; `HotPin` has a module of its own.
 """
 
 from __future__ import annotations
 
 import bisect
-import heapq
 from collections import defaultdict
-from collections.abc import Container, Iterable
 
 import numpy as np
 
 from ..errors import ContractError
+from .hotpin import HotPin
+from .ranking import Policy, Ranked
 
 __all__ = ["POLICIES", "ExpectedNextUse", "HotPin", "LayerLfu", "LayerStaleness", "Lru", "Policy", "Ranked", "policy"]
-
-
-class Policy:
-    """Base of all policies. `partitioned`: each layer has an equal part of the budget, and its own copy of this."""
-
-    name: str
-    partitioned = False
-
-    def begin(self, layers: int, experts: int) -> None:
-        """Forget everything; L layers of E experts."""
-        raise NotImplementedError
-
-    def touch(self, visit: int, keys: list[int]) -> None:
-        """`visit` uses `keys`, all of its layer; those that are not resident are being read and count as resident."""
-        raise NotImplementedError
-
-    def insert(self, key: int) -> None:
-        """A prefetched key has become resident without being used."""
-        raise NotImplementedError
-
-    def victim(self, visit: int, spared: Container[int]) -> int | None:
-        """Resident that goes first, of those not `spared`; no longer resident afterwards. None = all are spared."""
-        raise NotImplementedError
-
-    def remove(self, key: int) -> None:
-        """`key` is not resident after all (its read failed, say). Nothing happens if it was not."""
-        raise NotImplementedError
-
-    def expect(self, keys: Iterable[int]) -> None:
-        """Predictions name these keys. Only a policy that scores with predictions cares."""
-
-    def unexpect(self, keys: Iterable[int]) -> None:
-        """The predictions of these keys have come true or lapsed."""
 
 
 class Lru(Policy):
@@ -86,40 +51,6 @@ class Lru(Policy):
 
     def remove(self, key):
         self.order.pop(key, None)
-
-
-class Ranked(Policy):
-    """Residents in a heap, lowest rank evicted first; entries that were ranked again or evicted are stale."""
-
-    def begin(self, layers, experts):
-        self.rank: dict[int, tuple] = {}
-        self.heap: list[tuple] = []
-
-    def put(self, key: int, rank: tuple) -> None:
-        """`key` is resident and has this rank from now on."""
-        self.rank[key] = rank
-        heapq.heappush(self.heap, (rank, key))
-        if len(self.heap) > 64 + 4 * len(self.rank):  # a long run must not grow by its stale entries
-            self.heap = [(rank, key) for key, rank in self.rank.items()]
-            heapq.heapify(self.heap)
-
-    def victim(self, visit, spared):
-        held, chosen = [], None
-        while self.heap and chosen is None:
-            entry = heapq.heappop(self.heap)
-            if self.rank.get(entry[1]) != entry[0]:
-                continue
-            if entry[1] in spared:
-                held.append(entry)
-            else:
-                chosen = entry[1]
-                del self.rank[chosen]
-        for entry in held:
-            heapq.heappush(self.heap, entry)
-        return chosen
-
-    def remove(self, key):
-        self.rank.pop(key, None)
 
 
 class LayerLfu(Ranked):
@@ -272,83 +203,6 @@ class ExpectedNextUse(Policy):
 
     def remove(self, key):
         self.held[key] = False
-
-
-class HotPin(Ranked):
-    """Keep each layer's hottest experts, those that predictions name having a bonus; the rest goes by LRU.
-
-    A use makes an expert's count old·decay + 1. After every `update_interval` passes of a layer, its
-    `hot_per_layer` experts with the highest count + `pin_bonus` · (a prediction names it) are hot until the
-    next update; experts with a score of 0 never are, and of equals the lowest id is. Hot experts go only when
-    nothing else is left. Counts decay on use alone, as in the source (spec: "hot counts"), so an expert that is never
-    used again keeps its count: the bonus and others' uses must overtake it.
-
-    Args:
-        hot_per_layer: >= 0; 0 makes it plain LRU.
-        decay: in [0, 1].
-        update_interval: passes of a layer between two updates, >= 1.
-        pin_bonus: >= 0, in uses.
-    """
-
-    name = "hot-pin"
-
-    def __init__(
-        self, *, hot_per_layer: int = 8, decay: float = 0.95, update_interval: int = 8, pin_bonus: float = 1.0
-    ):
-        if hot_per_layer < 0 or not 0 <= decay <= 1 or update_interval < 1 or pin_bonus < 0:
-            raise ContractError(
-                "no such hot pins",
-                field="hot_per_layer, decay, update_interval, pin_bonus",
-                got=(hot_per_layer, decay, update_interval, pin_bonus),
-                expected=">= 0, in [0, 1], >= 1, >= 0",
-            )
-        self.hot_per_layer, self.decay = hot_per_layer, decay
-        self.update_interval, self.pin_bonus = update_interval, pin_bonus
-
-    def begin(self, layers, experts):
-        super().begin(layers, experts)
-        self.layers, self.experts = layers, experts
-        self.counts: list[dict[int, float]] = [{} for _ in range(layers)]
-        self.expected: list[set[int]] = [set() for _ in range(layers)]
-        self.hot: list[set[int]] = [set() for _ in range(layers)]
-        self.passes, self.last = [0] * layers, [-1] * layers
-        self.stamp = 0
-
-    def touch(self, visit, keys):
-        layer = visit % self.layers
-        counts = self.counts[layer]
-        for key in keys:
-            counts[key] = counts.get(key, 0.0) * self.decay + 1
-            self._rank(key)
-        if self.last[layer] != visit:
-            self.last[layer] = visit
-            self.passes[layer] += 1
-            if self.passes[layer] % self.update_interval == 0:
-                self._update(layer)
-
-    def insert(self, key):
-        self._rank(key)
-
-    def expect(self, keys):
-        for key in keys:
-            self.expected[key // self.experts].add(key)
-
-    def unexpect(self, keys):
-        for key in keys:
-            self.expected[key // self.experts].discard(key)
-
-    def _rank(self, key):
-        self.stamp += 1
-        self.put(key, (key in self.hot[key // self.experts], self.stamp))
-
-    def _update(self, layer):
-        counts, expected = self.counts[layer], self.expected[layer]
-        score = {key: counts.get(key, 0.0) + self.pin_bonus * (key in expected) for key in counts.keys() | expected}
-        best = heapq.nsmallest(self.hot_per_layer, (key for key in score if score[key] > 0), lambda k: (-score[k], k))
-        before, self.hot[layer] = self.hot[layer], set(best)
-        for key in before ^ self.hot[layer]:
-            if key in self.rank:
-                self.put(key, (key in self.hot[layer], self.rank[key][1]))
 
 
 POLICIES = {policy.name: policy for policy in (Lru, LayerLfu, LayerStaleness, ExpectedNextUse, HotPin)}

@@ -16,7 +16,24 @@ from dataclasses import dataclass, field
 from ..errors import ContractError, GeometryError
 from .eviction import Policy
 
-__all__ = ["Part", "divide"]
+__all__ = ["Grant", "Part", "Pools"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Leave to read one expert into one slot.
+
+    Attributes:
+        key, pool, slot: which expert, and where.
+        generation: how often the slot has been granted; tells this grant from an earlier one of the slot.
+        evicted: the key that had to go, if any.
+    """
+
+    key: int
+    pool: int
+    slot: int
+    generation: int
+    evicted: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -28,6 +45,51 @@ class Part:
     pinned: int
     used: int = 0
     policy: Policy = field(init=False)
+
+
+class Pools:
+    """The slots: which are free, and how often each was granted. Arguments and errors as `divide`.
+
+    Attributes:
+        slots: of each pool.
+        of: pool of each layer.
+        parts, part: all parts; that of each layer.
+        occupied, high_water: bytes of slots in use, and their maximum.
+    """
+
+    def __init__(self, *, layers: int, slot_bytes: Sequence[int], **figures):
+        self.slots, self.of, self.parts = divide(layers=layers, slot_bytes=slot_bytes, **figures)
+        self.part = [next(part for part in self.parts if layer in part.layers) for layer in range(layers)]
+        self.slot_bytes = slot_bytes
+        self.occupied = self.high_water = 0
+        self._free = [list(range(count))[::-1] for count in self.slots]
+        self._generation = [[0] * count for count in self.slots]
+
+    def take(self, layer: int) -> int | None:
+        """A free slot for this layer; None if its part is full."""
+        part = self.part[layer]
+        if part.used == part.limit:
+            return None
+        part.used += 1
+        self.occupied += self.slot_bytes[layer]
+        self.high_water = max(self.high_water, self.occupied)
+        return self._free[self.of[layer]].pop()
+
+    def give(self, layer: int, slot: int) -> None:
+        """The slot is free again."""
+        self.part[layer].used -= 1
+        self.occupied -= self.slot_bytes[layer]
+        self._free[self.of[layer]].append(slot)
+
+    def grant(self, key: int, layer: int, slot: int, evicted: tuple[int, ...]) -> Grant:
+        """The slot's next generation, for this key."""
+        generation = self._generation[self.of[layer]]
+        generation[slot] += 1
+        return Grant(key, self.of[layer], slot, generation[slot], evicted)
+
+    def reset_high_water(self) -> int:
+        peak, self.high_water = self.high_water, self.occupied
+        return peak
 
 
 def divide(
