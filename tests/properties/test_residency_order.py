@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
-from moelab.streaming.eviction import ExpectedNextUse, LayerLfu, Lru
+from moelab.streaming.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru
 
 L, E, K = 2, 6, 2
 
@@ -34,7 +34,14 @@ def test_a_larger_lru_cache_holds_whatever_a_smaller_one_holds(seed, tokens, ske
 def test_no_policy_beats_opt_on_equal_sizes(seed, tokens, skew, slots):
     v = visits(seed, tokens, skew)
     least = replay(v, np.ones(L, int), budget=slots, policy=Opt()).read_bytes.sum()
-    for policy in (Lru(), LayerLfu(), ExpectedNextUse(), Lookahead(tokens=1), Lookahead(tokens=60)):
+    for policy in (
+        Lru(),
+        LayerLfu(),
+        LayerStaleness(),
+        HotPin(hot_per_layer=2),
+        ExpectedNextUse(),
+        Lookahead(tokens=1),
+    ):
         run = replay(v, np.ones(L, int), budget=slots, policy=policy)
         assert run.read_bytes.sum() >= least, policy.name
 

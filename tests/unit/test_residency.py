@@ -8,7 +8,7 @@ import pytest
 from moelab.errors import ContractError, GeometryError
 from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
-from moelab.streaming.eviction import ExpectedNextUse, LayerLfu, Lru
+from moelab.streaming.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru
 
 L, E, K = 3, 8, 2
 SIZES = np.array([5, 7, 4])
@@ -51,7 +51,7 @@ def slow_visits(ids, mask, thread, prefilled):
 
 def slow(policy, visits, budget):
     """Hits of each slot and bytes of each pass, by definition: scan all residents for the worst."""
-    held, last, uses, clock, share = set(), {}, {}, 0, {}
+    held, last, uses, clock, share, used_at, counts, hot = set(), {}, {}, 0, {}, {}, {}, set()
     hits, read, resident = {}, {}, {}
 
     def next_use(key, v):
@@ -64,6 +64,12 @@ def slow(policy, visits, budget):
             return (-uses[key], -last[key])
         if policy.name == "opt":
             return (next_use(key, v), -key)
+        if policy.name == "layer-staleness":
+            turns = [w for w in range(used_at[key] + 1, v + 1) if w % L == key // E]
+            wait = next(w for w in range(1, L + 1) if (v + w) % L == key // E)
+            return (len(turns), wait, -last[key])
+        if policy.name == "hot-pin":
+            return (key not in hot, -last[key])
         if policy.name.startswith("lookahead"):
             n = next_use(key, v)
             if n > v + policy.tokens * L:
@@ -84,6 +90,12 @@ def slow(policy, visits, budget):
             held.add(key)
             last[key] = clock
             uses[key] = uses.get(key, 0) + 1
+            used_at[key] = v
+            if policy.name == "hot-pin":
+                counts[key] = counts.get(key, 0) * policy.decay + 1
+        if policy.name == "hot-pin" and (v // L + 1) % policy.update_interval == 0:
+            ranked = sorted((k for k in counts if k // E == layer), key=lambda k: (-counts[k], k))
+            hot = {k for k in hot if k // E != layer} | set(ranked[: policy.hot_per_layer])
         if policy.name == "expected-next-use":
             for e in range(E):
                 key = layer * E + e
@@ -105,6 +117,9 @@ POLICIES = [
     Lru(),
     LayerLfu(),
     ExpectedNextUse(decay=0.8),
+    LayerStaleness(),
+    HotPin(hot_per_layer=2, decay=0.9, update_interval=3),
+    HotPin(hot_per_layer=0),
     Lookahead(tokens=1),
     Lookahead(tokens=4),
     Lookahead(tokens=2, fallback="lfu"),
@@ -112,7 +127,7 @@ POLICIES = [
 ]
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.name + ("-lfu" if getattr(p, "frequent", False) else ""))
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: f"{p.name}-{vars(p)}")
 @pytest.mark.parametrize("budget", [12, 30, 55, 200])
 def test_every_policy_against_a_full_scan(policy, budget):
     ids, mask, thread, prefilled = routes(budget)
@@ -151,7 +166,7 @@ def test_knowing_more_never_hits_less():
     size = np.ones(L, int)  # equal sizes: Belady is optimal
     for budget in (5, 8, 12, 18):
         best = replay(visits, size, budget=budget, policy=Opt()).hits.mean()
-        for policy in (Lru(), LayerLfu(), ExpectedNextUse(), Lookahead(tokens=2)):
+        for policy in (Lru(), LayerLfu(), LayerStaleness(), HotPin(), ExpectedNextUse(), Lookahead(tokens=2)):
             assert replay(visits, size, budget=budget, policy=policy).hits.mean() <= best
 
 
