@@ -14,6 +14,8 @@ _HOMES = {
     "packing": ("write_pack",),
     "layout": ("ExpertLayout", "TensorSpec"),
     "store": ("ExpertStore", "open_store"),
+    "engine": ("EngineOptions", "StreamingEngine"),
+    "layerwise": ("LayerMajor",),
     "device": ("Throttle", "VirtualDevice"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}

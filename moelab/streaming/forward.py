@@ -15,6 +15,7 @@ A streamed layer reports here when its ids are wanted (`arrive`) and when its ou
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import mlx.core as mx
@@ -34,7 +35,10 @@ class Listener(Protocol):
     """Told of every route the moment it is known, inside the pass."""
 
     def routed(self, *, step: int, layer: int, ids: np.ndarray, x: mx.array, now: float) -> None:
-        """`ids [..., K]` of MoE layer `layer` in pass `step`, and the block input `x [..., H]`, evaluated."""
+        """`ids [..., K]` of MoE layer `layer` in pass `step`, and the block input `x [..., H]`.
+
+        `x` is evaluated, except in a turn on staged slots that needs no synchronisation (see `paths`).
+        """
 
 
 class Forward:
@@ -47,6 +51,8 @@ class Forward:
         self.step, self.phase = -1, None
         self._thread: int | None = None
         self._outputs: list[mx.array] = []
+        self._then: list[Callable[[], None]] = []
+        self._tallies: list[tuple[mx.array, Callable[[np.ndarray], None]]] = []
         self._leased: list[int] = []
         self._ids = np.zeros(0, np.uint32)
 
@@ -64,14 +70,17 @@ class Forward:
 
     def end(self, *arrays: mx.array) -> None:
         """Close the pass: evaluate `arrays` and what is left of it, and release its slots."""
-        mx.eval(*arrays, *self._outputs)
+        mx.eval(*arrays, *self._outputs, *(array for array, _ in self._tallies))
         self.timeline.close(self.memory.clock())
+        tallies = [(np.array(array), add) for array, add in self._tallies]
         self.abort()
+        for values, add in tallies:
+            add(values)
 
     def abort(self) -> None:
         """Close the pass without evaluating: its lazy results must not be used."""
-        self._outputs.clear()
-        self._release()
+        self._used()
+        self._tallies.clear()
         self._thread = self.phase = None
 
     def arrive(self, layer: int, x: mx.array, indices: mx.array) -> np.ndarray:
@@ -80,6 +89,16 @@ class Forward:
         Raises:
             ContractError: no pass is open, or it is another thread's.
         """
+        self.enter()
+        mx.eval(indices, *self._outputs)
+        self._used()
+        ids = np.array(indices)
+        self._x, self._ids = x, ids
+        self.timeline.arrive(step=self.step, layer=layer, phase=self.phase, now=self.memory.clock())
+        return ids
+
+    def enter(self) -> None:
+        """A turn that needs no ids from the device may skip `arrive`. Raises ContractError as that does."""
         if self._thread != threading.get_ident():
             raise ContractError(
                 "a streamed layer runs inside a pass of its own thread",
@@ -88,17 +107,25 @@ class Forward:
                 expected="begin(phase) on the thread that calls the model",
                 fix="use StreamingEngine.forward, or generate",
             )
-        mx.eval(indices, *self._outputs)
-        self._outputs.clear()
-        self._release()
-        ids = np.array(indices)
-        self._x, self._ids = x, ids
-        self.timeline.arrive(step=self.step, layer=layer, phase=self.phase, now=self.memory.clock())
-        return ids
 
-    def depart(self, output: mx.array) -> None:
-        """The layer's output, still lazy: evaluated at the next synchronisation, and its slots leased until then."""
+    def depart(self, output: mx.array, *, then: Callable[[], None] | None = None) -> None:
+        """The layer's output, still lazy: evaluated at the next synchronisation, and its slots leased until then.
+
+        `then` is called when it has been evaluated, or never will be.
+        """
         self._outputs.append(output)
+        if then is not None:
+            self._then.append(then)
+
+    def tally(self, values: mx.array, add: Callable[[np.ndarray], None]) -> None:
+        """A figure still lazy: evaluated with the end of the pass, then given to `add`. Not if the pass is aborted."""
+        self._tallies.append((values, add))
+
+    def announce(self, layer: int, ids: np.ndarray, x: mx.array) -> None:
+        """Tell the listeners a route."""
+        now = self.memory.clock()
+        for listener in self.listeners:
+            listener.routed(step=self.step, layer=layer, ids=ids, x=x, now=now)
 
     def demand(self, layer: int, experts: np.ndarray, *, announce: bool = True) -> Demand:
         demand = self.memory.demand(layer, experts.tolist(), phase=self.phase)
@@ -106,22 +133,32 @@ class Forward:
         missing = int(demand.missing.sum())
         self.timeline.asked(experts=len(experts), missing=missing, read_bytes=missing * self.memory.store.nbytes(layer))
         if announce:
-            now = self.memory.clock()
-            for listener in self.listeners:
-                listener.routed(step=self.step, layer=layer, ids=self._ids, x=self._x, now=now)
+            self.announce(layer, self._ids, self._x)
         return demand
 
     def wait(self, demand: Demand) -> None:
         self.timeline.waited(demand.wait(), self.memory.clock())
 
     def groups(self, layer: int, experts: np.ndarray) -> list[np.ndarray]:
-        """Positions in `experts` (ascending), in parts that each have a slot for every member; residents first."""
-        return [np.searchsorted(experts, part) for part in self.memory.groups(layer, experts.tolist())]
+        """Positions in `experts`, in parts that each have a slot for every member; residents first."""
+        parts = self.memory.groups(layer, experts.tolist())
+        if len(parts) == 1:
+            return [np.arange(len(experts))]
+        place = {expert: at for at, expert in enumerate(experts.tolist())}
+        return [np.array([place[expert] for expert in part]) for part in parts]
 
     def done(self, output: mx.array) -> None:
         """Evaluate one group of a visit and release its slots for the next."""
         mx.eval(output)
         self._release()
+
+    def _used(self) -> None:
+        """Every output so far has been evaluated, or never will be."""
+        self._outputs.clear()
+        self._release()
+        done, self._then = self._then, []
+        for then in done:
+            then()
 
     def _release(self) -> None:
         if self._leased:

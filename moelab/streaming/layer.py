@@ -39,13 +39,17 @@ class StreamingSwitch(nn.Module):
         share(inner, forward.memory.slab(layer).arrays)
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
-        ids = self._forward.arrive(self.layer, x, indices)
-        experts, position = np.unique(ids, return_inverse=True)
-        position = position.reshape(ids.shape)
-        groups = self._forward.groups(self.layer, experts)
-        out = self._at_once(x, experts, position) if len(groups) == 1 else self._in_groups(x, groups, experts, position)
+        out = self.exact(x, self._forward.arrive(self.layer, x, indices))
         self._forward.depart(out)
         return out
+
+    def exact(self, x: mx.array, ids: np.ndarray) -> mx.array:
+        """Outputs `[..., K, H]`, lazy, for `ids [..., K]` known on the host, within a turn of the layer."""
+        experts, position = distinct(ids)
+        groups = self._forward.groups(self.layer, experts)
+        if len(groups) == 1:
+            return self._at_once(x, experts, position)
+        return self._in_groups(x, groups, experts, position)
 
     def _at_once(self, x: mx.array, experts: np.ndarray, position: np.ndarray) -> mx.array:
         """All experts of the visit have a slot."""
@@ -80,6 +84,14 @@ class StreamingSwitch(nn.Module):
             order.append(pairs)
         back = mx.array(np.argsort(np.concatenate(order)))
         return mx.concatenate(parts)[back].reshape(*position.shape, -1)
+
+
+def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Experts `[n]` of a visit, each once, and where each of `ids [..., K]` stands in them, `[..., K]`."""
+    if ids.size == ids.shape[-1]:  # one token: its experts are distinct already
+        return ids.reshape(-1), np.arange(ids.size).reshape(ids.shape)
+    experts, position = np.unique(ids, return_inverse=True)
+    return experts, position.reshape(ids.shape)
 
 
 def share(inner: nn.Module, arrays: dict[str, mx.array]) -> None:

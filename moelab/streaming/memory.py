@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +29,9 @@ from .cache import Cache, Grant
 from .schedule import P0, Scheduler, Ticket
 from .slab import Slab
 from .store import ExpertStore
+
+if TYPE_CHECKING:
+    from .fill import Fill
 
 __all__ = ["Demand", "ExpertMemory"]
 
@@ -86,6 +90,7 @@ class ExpertMemory:
         self._change = threading.Condition(threading.Lock())
         self._reads = 0  # in progress
         self._failed: dict[int, BaseException] = {}
+        self.outside: dict[int, Fill] = {}  # key outside of the cache -> who is told when its read ends
         self._closed = False
         self._threads = [
             threading.Thread(target=self._serve, name=f"expert-reader-{n}", daemon=True) for n in range(threads)
@@ -170,6 +175,28 @@ class ExpertMemory:
                     self.scheduler.submit(ticket, now)
             self._change.notify_all()
 
+    def expect(self, layer: int, experts: Iterable[int], *, instead_of: Iterable[int] = ()) -> None:
+        """Predictions name these experts for the layer's next turn: protect them from eviction until it is over.
+
+        `instead_of` are those of an earlier prediction for that turn.
+        """
+        base = layer * self.store.experts
+        with self._change:
+            self.cache.unexpect([base + expert for expert in instead_of])
+            self.cache.expect([base + expert for expert in experts], self.cache.next_visit(layer))
+
+    def offer(self, layer: int, expert: int, source: np.ndarray) -> bool:
+        """Let the cache keep a copy of an expert's slot `u8[slot_bytes]`. False: it has it, or nothing worth less."""
+        key = layer * self.store.experts + expert
+        with self._change:
+            if self._closed or self.cache.slot(key) is not None or self.scheduler.ticket(key) is not None:
+                return False
+            if (grant := self.cache.reserve(key, speculative=True)) is None:
+                return False
+            self.slabs[grant.pool].host[grant.slot] = source
+            self.cache.settle(key, grant.generation)
+            return True
+
     def cancel(self, *, owner: str, generation: int) -> int:
         """Withdraw what an owner queued; reads in progress finish and may fill the cache."""
         with self._change:
@@ -205,20 +232,23 @@ class ExpertMemory:
                 else:
                     self._change.wait()
 
-    def _start(self, *, urgent: bool) -> tuple[Ticket, Grant] | None:
-        """The next read and its slot; None when there is none, or no slot may be given up for it."""
-        while (ticket := self.scheduler.next(self.clock(), urgent=urgent)) is not None:
+    def _start(self, *, urgent: bool) -> tuple[Ticket, Grant | None] | None:
+        """The next read and its slot (None: outside of the cache); None if there is no read, or no slot for it."""
+        while (ticket := self.scheduler.next(self.clock(), urgent_only=urgent)) is not None:
+            if ticket.key in self.outside:
+                return ticket, None
             grant = self.cache.reserve(ticket.key, speculative=ticket.priority != P0)
             if grant is not None:
                 return ticket, grant
-            self.scheduler.refuse(ticket, self.clock())
+            self.scheduler.postpone(ticket, self.clock())
             if ticket.priority == P0:
                 return None
         return None
 
-    def _read(self, ticket: Ticket, grant: Grant) -> None:
+    def _read(self, ticket: Ticket, grant: Grant | None) -> None:
         """Read into the granted slot. Called with the lock, which is let go during the read."""
-        out, error = self.slabs[grant.pool].host[grant.slot], None
+        fill, error = self.outside.get(ticket.key), None
+        out = self.slabs[grant.pool].host[grant.slot] if grant is not None else fill.pending[ticket.key]
         self._reads += 1
         self._change.release()
         try:
@@ -229,7 +259,9 @@ class ExpertMemory:
             self._change.acquire()
             self._reads -= 1
         self.scheduler.finish(ticket, self.clock(), ok=error is None)
-        if error is None:
+        if grant is None:
+            fill.landed(ticket.key, error)
+        elif error is None:
             self.cache.settle(ticket.key, grant.generation)
         else:
             self.cache.abandon(ticket.key, grant.generation)
