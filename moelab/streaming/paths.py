@@ -1,0 +1,214 @@
+"""A streamed layer that has more than the exact path: staged slots in decode, a window in prefill.
+
+Which path a turn takes follows from the pass's phase, which is told, and from what is staged:
+
+    prefill: window, if the layer has one       decode: staged set, if there is one for this pass
+             otherwise exact                            otherwise exact, counted as fallback
+
+A turn may mix: the experts in a stack's slots are computed there, the others (`on_missing="exact"`) on the
+exact path, and every row has the bits that it has alone. So the two paths give equal outputs.
+
+What a turn costs in synchronisations depends on how it is told its route:
+
+* an mlx array is read back at once (one synchronisation, as on the exact path) where ids that are not
+  staged have to be known (`on_missing` "exact" or "raise"). "zero" and "anchor" look slots up on the
+  device and know what was missing only at the end of the pass, when it is counted for every layer;
+* a numpy array is known already, as a predicted route is: no synchronisation unless an id is missing;
+* None, with `staged_replace`: the staged set is the route, in its own order, for every token. Ask `staged.ids`
+  first: if it is None, nothing is staged for the pass, and the layer needs the router's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..errors import ContractError, GeometryError, ParameterError
+from ..routes import DECODED, PREFILLED
+from .layer import StreamingSwitch, share
+from .options import LayerOptions
+from .prefill import PrefillWindow
+from .stack import Stack, StagedSet
+from .staged import StagedSlots
+
+if TYPE_CHECKING:
+    from .forward import Forward
+
+__all__ = ["Anchor", "StagedSwitch"]
+
+Anchor = Callable[[mx.array], mx.array]
+"""The layer's input `[..., H]` → what stands in for an expert that is missing, `[..., H]`."""
+
+
+class StagedSwitch(StreamingSwitch):
+    """`(x [..., H], indices [..., K] or None) -> [..., K, H]` (see the module text).
+
+    Args:
+        options: of the layer.
+        window: the model's prefill windows; None without.
+        anchor: for `on_missing="anchor"`: an id's weight goes to what this returns.
+
+    Attributes:
+        staged: the layer's staged slots, None without `options.staged`.
+
+    Raises:
+        ParameterError: `on_missing="anchor"` without an anchor.
+    """
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        layer: int,
+        forward: Forward,
+        options: LayerOptions,
+        *,
+        window: PrefillWindow | None = None,
+        anchor: Anchor | None = None,
+    ):
+        super().__init__(inner, layer, forward)
+        if options.on_missing == "anchor" and anchor is None:
+            raise ParameterError(
+                "no expert stands in", field="on_missing", got="anchor", expected="a layer with a shared expert"
+            )
+        self.options, self.staged = options, StagedSlots(forward, layer, options) if options.staged else None
+        self._window, self._anchor = window, anchor
+        self._predicted: frozenset[int] = frozenset()
+
+    def __call__(self, x: mx.array, indices: mx.array | np.ndarray | None = None) -> mx.array:
+        self._forward.enter()
+        if self._forward.phase == DECODED and self.staged is not None:
+            if (rows := self.staged.serving()) is not None:
+                return self._on_staged(x, indices, rows)
+            self.staged.counters.fallback += 1
+        if indices is None:
+            raise ContractError(
+                "nothing is staged that could be the route", field="indices", got=None,
+                expected="the router's ids", fix="ask staged.ids before the call, and call with ids if it is None",
+            )  # fmt: skip
+        ids = self._forward.arrive(self.layer, x, mx.array(indices))
+        rows = self._window.take(self.layer) if self._window and self._forward.phase == PREFILLED else None
+        if rows is None:
+            return self._depart(self.exact(x, ids), ids)
+        return self._split(x, ids, rows, self._window.stack(self.layer))
+
+    # ------------------------------------------------------------------ predictions
+
+    @property
+    def predicted_experts(self) -> frozenset[int]:
+        """Experts that a prediction names for the layer's next turn.
+
+        Setting them protects those that are resident from eviction until that turn, and gives them
+        `pin_bonus` where hot experts are chosen: pins of the cache (`hot_per_layer`), and `prefill_hot`.
+        """
+        return self._predicted
+
+    @predicted_experts.setter
+    def predicted_experts(self, experts: Collection[int]) -> None:
+        experts, count = frozenset(int(e) for e in experts), self._forward.memory.store.experts
+        if any(not 0 <= expert < count for expert in experts):
+            raise GeometryError("no such expert", field="predicted_experts", got=sorted(experts), expected=f"< {count}")
+        self._forward.memory.expect(self.layer, experts, instead_of=self._predicted)
+        if self._window is not None:
+            self._window.predict(self.layer, self._predicted, experts)
+        self._predicted = experts
+
+    def reset(self) -> None:
+        """A new request begins: nothing is staged or predicted."""
+        if self.staged is not None:
+            self.staged.reset()
+        self.predicted_experts = ()
+
+    # ------------------------------------------------------------------ paths
+
+    def exact(self, x: mx.array, ids: np.ndarray) -> mx.array:
+        share(self.inner, self._forward.memory.slab(self.layer).arrays)
+        return super().exact(x, ids)
+
+    def _on_staged(self, x: mx.array, indices: mx.array | np.ndarray | None, rows: StagedSet) -> mx.array:
+        if indices is None:
+            if not self.options.staged_replace:
+                raise ParameterError(
+                    "the staged set is not the route",
+                    field="staged_replace",
+                    got=False,
+                    expected="True without indices",
+                )
+            indices = np.broadcast_to(np.array(rows.ids), (*x.shape[:-1], len(rows.ids)))
+        if isinstance(indices, mx.array) and self.options.on_missing in ("zero", "anchor"):
+            return self._by_table(x, indices, rows)
+        if isinstance(indices, np.ndarray) and (rows.table[indices] >= 0).all():
+            ids = indices
+        else:
+            ids = self._forward.arrive(self.layer, x, mx.array(indices))
+        if (missing := rows.table[ids] < 0).any():
+            if self.options.on_missing == "raise":
+                raise ContractError(
+                    "experts are not staged", field=f"layer {self.layer}", got=np.unique(ids[missing]).tolist(),
+                    expected=list(rows.ids),
+                )  # fmt: skip
+            if self.options.on_missing != "exact":
+                return self._by_table(x, mx.array(ids), rows)
+        self._count(ids, rows)
+        self.staged.use(rows)
+        return self._split(x, ids, rows, self.staged.stack)
+
+    def _split(self, x: mx.array, ids: np.ndarray, rows: StagedSet, stack: Stack) -> mx.array:
+        """Experts of the set in its slots, the others exactly."""
+        slots = rows.table[ids]
+        inside = np.flatnonzero(slots >= 0)
+        if inside.size == ids.size:
+            self._forward.announce(self.layer, ids, x)
+            out = self._run(stack, x, mx.array(slots))
+        elif not inside.size:
+            out = self.exact(x, ids)
+        else:
+            outside = np.flatnonzero(slots < 0)
+            tokens, flat = np.arange(ids.size) // ids.shape[-1], x.reshape(-1, x.shape[-1])
+            here = self._run(stack, flat[mx.array(tokens[inside])], mx.array(slots.reshape(-1)[inside, None]))
+            mx.async_eval(here)  # computed while the others are read
+            there = self.exact(flat[mx.array(tokens[outside])], ids.reshape(-1)[outside, None])
+            back = mx.array(np.argsort(np.concatenate([inside, outside])))
+            out = mx.concatenate([here[:, 0], there[:, 0]])[back].reshape(*ids.shape, -1)
+        return self._depart(out, ids, stack, rows)
+
+    def _by_table(self, x: mx.array, indices: mx.array, rows: StagedSet) -> mx.array:
+        """Slots looked up on the device; what is not staged gives nothing, or what the anchor gives."""
+        slots = rows.device[indices]
+        missing, out = slots < 0, self._run(self.staged.stack, x, mx.maximum(slots, 0))
+        stand_in = mx.zeros((), out.dtype) if self._anchor is None else self._anchor(x)[..., None, :]
+        out = mx.where(missing[..., None], stand_in, out)
+        self.staged.use(rows)
+        self._forward.depart(out, then=self.staged.stack.release)
+        self._forward.tally(indices, lambda ids: self._known(ids, x, rows))
+        return out
+
+    def _known(self, ids: np.ndarray, x: mx.array, rows: StagedSet) -> None:
+        """At the end of the pass: what a turn without a synchronisation did."""
+        self._count(ids, rows)
+        if self._window is not None:
+            self._window.used(self.layer, ids)
+        self._forward.announce(self.layer, ids, x)
+
+    def _run(self, stack: Stack, x: mx.array, slots: mx.array) -> mx.array:
+        share(self.inner, stack.slab.arrays)
+        return self.inner(x, slots)
+
+    def _count(self, ids: np.ndarray, rows: StagedSet) -> None:
+        missing, counters = int((rows.table[ids] < 0).sum()), self.staged.counters
+        counters.used += ids.size - missing
+        name = (
+            {"exact": "exact", "zero": "zeroed", "anchor": "anchored"}[self.options.on_missing] if missing else "used"
+        )
+        setattr(counters, name, getattr(counters, name) + missing)
+
+    def _depart(
+        self, out: mx.array, ids: np.ndarray, stack: Stack | None = None, rows: StagedSet | None = None
+    ) -> mx.array:
+        if self._window is not None:
+            self._window.used(self.layer, ids)
+        self._forward.depart(out, then=None if stack is None else stack.release)
+        return out
