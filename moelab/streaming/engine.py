@@ -24,7 +24,7 @@ import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_tokenizer
 
-from ..errors import GeometryError, ParameterError
+from ..errors import ContractError, GeometryError, ParameterError
 from ..models.loading import PRECISIONS, LoadedModel, MoEGeometry, cast, measure, widen_experts
 from .cache import Cache
 from .device import VirtualDevice
@@ -140,7 +140,7 @@ class StreamingEngine:
             gc.collect()
             mx.clear_cache()
             base = psutil.Process().memory_info().rss
-            budget = options.cache_bytes or memory_budget_bytes - base - options.reserve_bytes
+            budget = options.cache_bytes or room(memory_budget_bytes, base, options.reserve_bytes)
             memory = expert_memory(store, geometry, options, budget)
         except BaseException:
             store.close()
@@ -192,6 +192,16 @@ class StreamingEngine:
 
     def __exit__(self, *details: Any) -> None:
         self.close()
+
+
+def room(memory_budget_bytes: int, base: int, reserve: int) -> int:
+    """What a budget for the whole process leaves for experts. Raises ContractError if that is nothing."""
+    if memory_budget_bytes <= base + reserve:
+        raise ContractError(
+            "the budget is spent before the first expert", field="memory_budget_bytes", got=memory_budget_bytes,
+            expected=f"> {base} (process without experts) + {reserve} (reserve)",
+        )  # fmt: skip
+    return memory_budget_bytes - base - reserve
 
 
 def check_layouts(frame: Skeleton, store: ExpertStore) -> None:

@@ -1,14 +1,18 @@
 """A streamed model generates the tokens of the resident one: every budget, every family, request after request."""
 
+import threading
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
 from moelab import models
+from moelab.errors import ContractError, ParameterError, StoreError
 from moelab.models import tiny
 from moelab.models.gates import REFUSED
 from moelab.models.tiny_configs import FAMILIES
+from moelab.routes import DECODED, PREFILLED
 from moelab.streaming import EngineOptions, StreamingEngine
 
 PROMPT = list(range(20, 90))
@@ -78,3 +82,131 @@ def test_second_request_equals_the_same_request_cold(tmp_path):
         next(abandoned), next(abandoned)
         abandoned.close()
         same(streamed_tokens(engine, second, 30), want)
+
+
+@pytest.fixture
+def small(tmp_path):
+    tiny.save("qwen3_moe", tmp_path, seed=1)
+    return tmp_path
+
+
+def test_sampling_draws_what_mlx_lm_draws(small):
+    from mlx_lm.generate import generate
+    from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+    loaded = models.load(small)
+
+    def settings():
+        mx.random.seed(11)
+        return {
+            "sampler": make_sampler(temp=0.9, top_p=0.9),
+            "logits_processors": make_logits_processors(repetition_penalty=1.3),
+            "max_tokens": 40,
+        }
+
+    want = generate(loaded.model, loaded.tokenizer, "three plain words", **settings())
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        assert engine.generate("three plain words", **settings()) == want
+
+
+def test_prompt_in_steps_and_of_one_token(small):
+    for prompt in ([7], PROMPT):
+        want = resident_tokens(small, prompt, 5)
+        with StreamingEngine.load(small, options(small, 1)) as engine:
+            same(streamed_tokens(engine, prompt, 5), want)
+    told = []
+    with StreamingEngine.load(small, options(small, 1, prefill_step_size=32)) as engine:
+        list(engine.stream_tokens(PROMPT, max_tokens=1, prompt_progress_callback=lambda *n: told.append(n)))
+    assert told == [(0, 70), (32, 70), (64, 70), (69, 70), (70, 70)]
+
+
+def test_loaded_in_one_thread_used_in_another(small):
+    want, got = resident_tokens(small, PROMPT, 6), []
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        same(streamed_tokens(engine, PROMPT, 6), want)
+        thread = threading.Thread(target=lambda: got.extend(streamed_tokens(engine, PROMPT, 6)))
+        thread.start()
+        thread.join()
+        same(got, want)
+
+
+def test_two_threads_at_once_are_refused_by_name(small):
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        engine.forward.begin(DECODED)
+        caught = []
+
+        def second():
+            try:
+                engine.run(mx.array([[1]]), engine.loaded.make_cache(), DECODED)
+            except ContractError as error:
+                caught.append(str(error))
+
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        engine.forward.abort()
+        assert "another thread is in it" in caught[0]
+
+
+def test_a_pass_must_be_opened(small):
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        with pytest.raises(ContractError, match="no pass open.*begin"):
+            engine.loaded.model(mx.array([[1, 2]]))
+        with pytest.raises(ContractError, match="prefill or decode"):
+            engine.run(mx.array([[1]]), engine.loaded.make_cache(), 7)
+
+
+def test_failed_read_is_raised_and_the_next_request_is_right(small, monkeypatch):
+    want = resident_tokens(small, PROMPT, 6)
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        real, left = engine.store.read_into, [25]
+
+        def read_into(layer, expert, out):
+            left[0] -= 1
+            if left[0] == 0:
+                out[:] = 0x7F
+                raise StoreError("the device failed", field="expert", got=expert)
+            return real(layer, expert, out)
+
+        monkeypatch.setattr(engine.store, "read_into", read_into)
+        with pytest.raises(StoreError, match="the device failed"):
+            streamed_tokens(engine, PROMPT, 6)
+        same(streamed_tokens(engine, PROMPT, 6), want)
+
+
+def test_budgets(small):
+    with pytest.raises(ParameterError, match="exactly one"):
+        StreamingEngine.load(small)
+    with pytest.raises(ParameterError, match="exactly one"):
+        StreamingEngine.load(small, options(small, 1), 1 << 30)
+    with pytest.raises(ContractError, match="smaller than one token's experts"):
+        StreamingEngine.load(small, options(small, 0.9))
+    with pytest.raises(ContractError, match="memory_budget_bytes"):
+        StreamingEngine.load(small, memory_budget_bytes=1 << 20)
+
+
+def test_bad_requests(small):
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        with pytest.raises(ParameterError, match="a prompt has tokens"):
+            engine.generate([])
+        with pytest.raises(ParameterError, match="nothing to generate"):
+            engine.generate("x", max_tokens=0)
+        with pytest.raises(ParameterError, match="max_token"):
+            engine.generate("x", max_token=3)
+        engine.close()
+        with pytest.raises(ContractError, match="closed"):
+            engine.generate("x", max_tokens=3)
+
+
+def test_timeline_adds_up(small):
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        list(engine.stream_tokens(PROMPT, max_tokens=9))
+        rows = engine.forward.timeline.arrays()
+    layers = engine.store.layers
+    assert len(rows["issue"]) == layers * 10  # one prefill pass, nine decoded tokens
+    assert rows["phase"].tolist() == [PREFILLED] * layers + [DECODED] * 9 * layers
+    assert (rows["layer"].reshape(-1, layers) == np.arange(layers)).all()
+    assert (rows["issue"] <= rows["ready"]).all() and (rows["ready"] <= rows["consume"]).all()
+    assert (rows["compute"] >= 0).all()
+    assert rows["missing"].sum() == engine.cache.counters().demand_reads
+    assert rows["read_bytes"].sum() == engine.store.payload_bytes
