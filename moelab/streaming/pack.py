@@ -107,7 +107,7 @@ def read_pack(folder: str | Path) -> Pack:
             shorter or longer than the manifest says.
     """
     folder = Path(folder)
-    if any(name.endswith(".partial") for name in (folder.name, folder.absolute().parent.name)):
+    if half_written(folder):
         raise ArtifactError(
             "a half-written pack", file=folder, fix="run the same `moelab pack` again: it goes on where it stopped"
         )
@@ -136,6 +136,11 @@ def read_pack(folder: str | Path) -> Pack:
         require_size(folder / layer.file, pack.experts * layer.record_bytes)
     read_header(folder / WEIGHTS)
     return pack
+
+
+def half_written(folder: Path) -> bool:
+    """Whether this is where `packing` works before it gives a pack its name."""
+    return folder.name.endswith(".partial") or folder.absolute().parent.name.endswith(".partial")
 
 
 def require_size(path: Path, nbytes: int) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from ..errors import GeometryError, ParameterError, StoreError
 from .device import Throttle, VirtualDevice
 from .layout import ExpertLayout, aligned
+from .pack import MANIFEST, PackSource, half_written
 from .plan import Read, plan_reads
 from .readers import Bounce, open_reader
 
@@ -241,11 +242,12 @@ def open_store(
     """
     if verify not in VERIFY:
         raise ParameterError("unknown way to verify", field="verify", got=verify, expected=VERIFY)
-    if (Path(path) / "pack.json").is_file() or Path(path).name.endswith(".partial"):
-        from .pack import PackSource as Opened
+    if (Path(path) / MANIFEST).is_file() or half_written(Path(path)):
+        source = PackSource(path, precision)
     else:
-        from .checkpoint import CheckpointSource as Opened
-    source = Opened(path, precision)
+        from .checkpoint import CheckpointSource
+
+        source = CheckpointSource(path, precision)
     store = ExpertStore(source, reader=reader, device=device, check_reads=check_reads)
     if verify == "records":
         try:
