@@ -5,15 +5,17 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
 from moelab import models
 from moelab.errors import ContractError, ParameterError, StoreError
+from moelab.files import read_json
 from moelab.models import tiny
 from moelab.models.gates import REFUSED
 from moelab.models.tiny_configs import FAMILIES
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming import EngineOptions, StreamingEngine
+from moelab.streaming import EngineOptions, StreamingEngine, write_pack
 
 PROMPT = list(range(20, 90))
 
@@ -82,6 +84,35 @@ def test_second_request_equals_the_same_request_cold(tmp_path):
         next(abandoned), next(abandoned)
         abandoned.close()
         same(streamed_tokens(engine, second, 30), want)
+
+
+PACKED = ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "nemotron_h", "mixtral"]
+
+
+@pytest.mark.parametrize("precision", ["stored", "float32"])
+@pytest.mark.parametrize("family", PACKED)
+def test_pack(family, precision, tmp_path):
+    tiny.save(family, tmp_path / "stock", seed=1)
+    want = resident_tokens(tmp_path / "stock", PROMPT[:20], 12)
+    write_pack(tmp_path / "stock", tmp_path / "pack", precision=precision)
+    with StreamingEngine.load(tmp_path / "pack", options(tmp_path / "pack", 1)) as engine:
+        same(streamed_tokens(engine, PROMPT[:20], 12), want)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_in_place_and_packed(bits, tmp_path):
+    from mlx_lm.utils import quantize_model, save_config
+
+    stock, packed = tmp_path / "stock", tmp_path / "pack"
+    model = tiny.save("qwen3_moe", stock, seed=1, moe_intermediate_size=64)
+    model, config = quantize_model(model, read_json(stock / "config.json"), 64, bits)
+    mx.save_safetensors(str(stock / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"})
+    save_config(config, stock / "config.json")
+    want = resident_tokens(stock, PROMPT[:20], 20)
+    write_pack(stock, packed)
+    for folder in (stock, packed):
+        with StreamingEngine.load(folder, options(folder, 1)) as engine:
+            same(streamed_tokens(engine, PROMPT[:20], 20), want)
 
 
 @pytest.fixture
