@@ -8,13 +8,14 @@ PROFILE     ?= reference
 WORKERS     ?= 2
 
 BIN   := .venv/bin
+PEERS := $(CURDIR)/.venv/peers
 STAMP := .venv/.installed
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 
 # One arithmetic thread a process: two of them share two cores here, and figures must not depend on the count.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: flywheel test lab venv notebooks parity-table lint clean system-run system-test
+.PHONY: flywheel test lab venv notebooks parity-table peers lint clean system-run system-test
 
 flywheel: $(STAMP) system-run
 	$(BIN)/python -m moelab run --profile $(PROFILE)
@@ -32,6 +33,13 @@ notebooks: $(STAMP)
 # The slow study of where prefill is decode: every family, precision and BLAS.
 parity-table: $(STAMP) system-run
 	$(BIN)/python -m moelab.flywheel.parity_table reports/committed/parity_table.json
+
+# Other runtimes on the same weights under a kernel's memory cap (Linux, root). They go into a folder of their own,
+# without what they would bring along: all of that is pinned already. Needs 10 GB of disk and half an hour.
+peers: $(STAMP) system-run
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml','rb'))['project']['optional-dependencies']['peers'])" \
+		| xargs $(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(PEERS)
+	PYTHONPATH=$(PEERS) $(BIN)/python -m moelab.lab.peers reports/committed/peers.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .. import artifacts
 from ..errors import MissingArtifactError, ParameterError
+from ..models import split_budget
 from ..params import PROFILES, Options
 from ..threads import read
 from . import notebooks
@@ -49,6 +50,7 @@ DAG = (
     Node("40_baseline_comparison", after=("30",)),
     Node("41_predictor_training", after=("40",)),
     Node("42_offline_value", after=("41",), gate=3),
+    Node("84_peers", default=False),
     Node("90_gate_report", after=("10", "42")),
 )
 
@@ -115,7 +117,8 @@ def _is_upstream(node: Node, chosen: set[str], dag: tuple[Node, ...]) -> bool:
 
 def _digest(path: Path, options: Options, upstream: list[str]) -> str:
     source = [[cell.cell_type, cell.source] for cell in notebooks.load(path).cells]
-    models = [_content(_model_path(model)) or _repository(model) for model in options.models]
+    names = [split_budget(model)[0] for model in options.models]
+    models = [_content(_model_path(model)) or _repository(model) for model in names]
     threads = artifacts.root() / options.threads
     if (threads_content := _content(threads)) is None:
         raise MissingArtifactError("no such threads", file=threads)

@@ -32,6 +32,7 @@ CONSTRAINTS = pins(
 )
 DIRECT = pins(PYPROJECT["project"]["dependencies"])
 DEVELOPMENT = pins(PYPROJECT["project"]["optional-dependencies"]["dev"])
+PEERS = pins(PYPROJECT["project"]["optional-dependencies"]["peers"])
 
 
 def test_direct_pins_agree_with_the_constraints():
@@ -72,8 +73,14 @@ def test_every_library_that_the_package_imports_is_a_direct_dependency():
             top = name.split(".")[0]
             if top not in sys.stdlib_module_names and top != "moelab":
                 direct = {normal(owner) for owner in owners.get(top, [])} & set(DIRECT)
+                direct |= {normal(top)} & set(PEERS) if path.is_relative_to(PACKAGE / "lab" / "peers") else set()
                 missing |= set() if direct else {(path.relative_to(PACKAGE).as_posix(), top)}
     assert not missing
+
+
+def test_peers_are_pinned_apart():
+    """Exact, and of no other group: what only a comparison needs must not weigh on every install."""
+    assert PEERS and not set(PEERS) & (set(DIRECT) | set(DEVELOPMENT) | set(CONSTRAINTS))
 
 
 def test_readme_commands_exist_in_the_makefile():

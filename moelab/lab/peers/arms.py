@@ -20,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from ...routes import DECODED
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a worker is told: an arm of `ARMS`, the folder or file of the weights, and the prompt as token ids."""
@@ -180,8 +182,7 @@ def engine(request: Request) -> Running:
     from ...models import activate
 
     blas = activate("auto", request.threads)
-    from ...streaming.engine import EngineOptions, StreamingEngine
-    from ...streaming.generate import stream_tokens
+    from ...streaming import EngineOptions, StreamingEngine
 
     settings = dict(request.settings)
     budget = settings.pop("memory_budget_bytes", None)
@@ -191,17 +192,23 @@ def engine(request: Request) -> Running:
         "runtime": "moelab",
         **_versions("mlx", "mlx-lm"),
         "blas": blas,
-        "store": {key: value for key, value in store.identity.items() if key in ("source", "reader", "throttle")},
-        "policy": type(cache.policy).__name__,
+        **{key: store.identity[key] for key in ("source", "reader", "throttle", "precision")},
+        "policy": streamed.options.policy,
         "slots": [int(slots) for slots in cache.pool_slots],
         "threads": streamed.options.threads,
-        "precision": streamed.options.precision,
     }
 
     def report() -> dict[str, Any]:
-        return {"store_physical_bytes": int(store.counters.physical_bytes), "slots": options["slots"]}
+        decoded = cache.counters(DECODED)
+        return {
+            "store_physical_bytes": store.physical_bytes,
+            "store_busy_s": store.busy_s,
+            "decode_hits": decoded.warm_hits + decoded.cold_hits,
+            "decode_misses": decoded.warm_misses + decoded.cold_misses,
+            "slot_bytes": cache.high_water_bytes,
+        }
 
-    tokens = (token for token, _ in stream_tokens(streamed, request.prompt, max_tokens=request.tokens))
+    tokens = (token for token, _ in streamed.stream_tokens(request.prompt, max_tokens=request.tokens))
     return Running(options, tokens, report)
 
 

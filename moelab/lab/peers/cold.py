@@ -27,8 +27,8 @@ def peak_rss() -> int | None:
     return None if kib is None else kib << 10
 
 
-def drop(files: Iterable[Path]) -> None:
-    """Empty the page cache: these files by advice, and everything where the system lets us."""
+def drop(files: Iterable[Path], *, everything: bool = False) -> None:
+    """Empty the page cache of these files by advice; `everything`: of the whole machine, where the system lets us."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in files:
@@ -38,8 +38,9 @@ def drop(files: Iterable[Path]) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-    with contextlib.suppress(OSError):  # where it is not allowed, what stays is seen by `cached_share`
-        Path("/proc/sys/vm/drop_caches").write_text("3")
+    if everything:
+        with contextlib.suppress(OSError):  # where it is not allowed, what stays is seen by `cached_share`
+            Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
 def cached_share(files: Iterable[Path]) -> float | None:

@@ -110,7 +110,7 @@ def run_arm(
     about = {"arm": arm.name, "role": arm.role, "round": number, "capped": cap is not None}
     if arm.error:
         return Run(**about, error=arm.error)
-    cold.drop(arm.files)
+    cold.drop(arm.files, everything=cap is not None)
     about["cached_before"] = cold.cached_share(arm.files)
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")

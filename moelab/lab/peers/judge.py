@@ -162,7 +162,16 @@ def _warm(done: list[Run], shape: Shape) -> list[str]:
             found.append(f"{name}: {run.cached_before:.0%} of the weights were in memory before it began")
         elif run.device_total < least:
             found.append(f"{name}: {run.device_total} bytes from the device, {least} needed: it was not cold")
+        elif run.answer.options.get("reader") == "o_direct" and run.device_total < _store_bytes(run):
+            found.append(
+                f"{name}: the device delivered {run.device_total} of the {_store_bytes(run)} bytes of its store"
+            )
     return found
+
+
+def _store_bytes(run: Run) -> int:
+    """What an arm's own store says it read: past the page cache all of that must have come from the device."""
+    return run.answer.report.get("store_physical_bytes", 0)
 
 
 def _wrong(table: list[Row]) -> list[str]:

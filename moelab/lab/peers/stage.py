@@ -26,6 +26,7 @@ from .judge import Outcome, judge
 
 SCHEMA_VERSION = 1
 COMMAND = "make peers"
+PACK = "pack"
 INSTALL = "not installed here: `make peers` brings it"
 MB = 1_000_000
 
@@ -37,7 +38,9 @@ class PeersOptions(Options):
     notebook: ClassVar[str] = "84"
 
     models: list[str] = param(["softmax"], "model under artifacts/models whose tokenizer is taken")
-    arms: list[str] = param(["resident"], "groups of arms", choices=("resident", "engine", "accelerate", "neurostream"))
+    arms: list[str] = param(
+        ["resident", "engine"], "groups of arms", choices=("resident", "engine", "accelerate", "neurostream")
+    )
     layers: int = param(2, "decoder layers, all with experts", min=1)
     experts: int = param(8, "experts a layer", min=2)
     top_k: int = param(2, "experts a token", min=1)
@@ -53,7 +56,7 @@ class PeersOptions(Options):
     rounds: int = param(1, "rounds: one prompt each, every arm once", min=1)
     prompt_tokens: int = param(12, "tokens of a prompt", min=1)
     tokens: int = param(4, "decoded tokens a run", min=2)
-    threads: int = param(1, "arithmetic threads of every arm", min=1)
+    cores: int = param(1, "arithmetic threads of every arm", min=1)
     timeout_s: float = param(600.0, "longest time of one run, s", min=1.0)
 
     @property
@@ -81,7 +84,7 @@ def compare_peers(options: PeersOptions, *, on_progress: Callable[[str], None] =
         prompts(options),
         tokens=options.tokens,
         cap_bytes=options.cap_mb * MB,
-        threads=options.threads,
+        threads=options.cores,
         timeout_s=options.timeout_s,
         on_progress=on_progress,
     )
@@ -133,7 +136,7 @@ def _converted(name, kind, make, checkpoint, settings, file=None) -> Arm:
 def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: generated.Shape) -> list[Arm]:
     """Ours without a cache worth the name (the experts of one token), and what changes when one thing changes."""
     try:
-        pack = _pack(checkpoint).path
+        pack = _pack(checkpoint).path / PACK
     except (ImportError, MoelabError) as error:
         return [Arm(name="engine, pack", kind="engine", weights=checkpoint.path, role=OURS, error=str(error))]
     cycle = {"cache_bytes": shape.routed_bytes, "policy": "lru"}
@@ -147,11 +150,10 @@ def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: g
 
 
 def _pack(checkpoint: artifacts.Artifact) -> artifacts.Artifact:
-    from ...streaming.pack import pack
+    from ...streaming import write_pack
 
     def make(folder: Path) -> dict[str, Any]:
-        pack(checkpoint.path, folder / "pack")
-        return {}
+        return {"layers": len(write_pack(checkpoint.path, folder / PACK).layers)}
 
     return artifacts.build("generated-pack", inputs={"checkpoint": checkpoint.content}, params={}, make=make)
 
