@@ -16,7 +16,12 @@ _HOMES = {
     "store": ("ExpertStore", "open_store"),
     "engine": ("EngineOptions", "StreamingEngine"),
     "layerwise": ("LayerMajor",),
+    "streamed": ("StreamedModel",),
     "device": ("Throttle", "VirtualDevice"),
+    "passes": ("Passes",),
+    "oracle": ("NoisyOracle", "Oracle", "PreviousToken"),
+    "simulate": ("ISSUE", "simulate"),
+    "simulation": ("Simulation", "share_of_possible"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_OWNER)

@@ -21,6 +21,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from ..disk import DiskProfile
 from ..errors import ContractError
 
@@ -72,6 +74,15 @@ class VirtualDevice:
         one = self.latency_s + size / self.bytes_per_s
         return min(self.bytes_per_s, depth * size / one) if one else math.inf
 
+    def least_seconds(self, reads: np.ndarray, sizes: np.ndarray, depth: int) -> np.ndarray:
+        """Least time for `reads [..., L]` reads of `sizes [L]` bytes with `depth` in flight at most: `[...]`.
+
+        The link carries the bytes, and each of `depth` places is taken for the latency and the bytes of its reads.
+        """
+        depth = depth if self.lanes is None else min(depth, self.lanes)
+        link = sizes / self.bytes_per_s
+        return np.maximum((reads * link).sum(-1), (reads * (self.latency_s + link)).sum(-1) / depth)
+
     def reset(self) -> None:
         """An idle device at time -inf, with nothing counted."""
         self.reads, self.nbytes, self.busy_s = 0, 0, 0.0
@@ -94,6 +105,14 @@ class VirtualDevice:
         self.reads += 1
         self.nbytes += nbytes
         return start, done
+
+    def idle_copy(self) -> VirtualDevice:
+        """Another device of the same figures."""
+        return VirtualDevice(latency_s=self.latency_s, bytes_per_s=self.bytes_per_s, lanes=self.lanes)
+
+    def busy_by(self, now: float) -> float:
+        """Seconds that the device has worked until `now`, which is not before the start of any booked read."""
+        return self.busy_s - max(0.0, self._busy_until - now)
 
 
 class Throttle:
