@@ -43,7 +43,9 @@ class Options:
     notebook: ClassVar[str] = ""
 
     profile: str = param("tiny", "size of the study", choices=PROFILES)
-    models: list[str] = param(["softmax", "sigmoid"], "models: names under artifacts/models, paths or repo ids")
+    models: list[str] = param(
+        ["softmax", "sigmoid"], "names under artifacts/models, paths or repo ids; with @8GiB behind, run in that memory"
+    )
     threads: str = param("artifacts/threads", "threads file or folder, relative to the repository root")
     seed: int = param(0, "seed of everything random", min=0)
 

@@ -23,6 +23,7 @@ from .batches import BatchShape
 from .capture import CaptureOptions, capture
 from .controls import AdjacentLayer, Control, DecayedHistory, EarlyGate, Popularity, PreviousToken, Random, Recency
 from .cooccurrence import CombinedCoOccurrence, CoOccurrence
+from .engine import opened
 from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import ARMS, early_gate, known_layers, regenerate
 from .metrics import union_growth
@@ -97,14 +98,14 @@ def baselines(options: BaselineOptions, *, on_progress: stage.Progress | None = 
 
 def baselines_model(model: str, options: BaselineOptions, before: Upstream) -> Path:
     """One model in this process; returns the artefact's folder."""
-    loaded = models.load(model)
-    records, dataset = before.open()
-    built = artifacts.build(
-        "baselines",
-        inputs={"snapshot": dataset.artifact.content, "routes": before.routes.content},
-        params={**options.own(), "runtime": models.runtime_identity(loaded.precision)},
-        make=lambda folder: _build(folder, loaded, records, dataset, options),
-    )
+    with opened(model) as loaded:
+        records, dataset = before.open()
+        built = artifacts.build(
+            "baselines",
+            inputs={"snapshot": dataset.artifact.content, "routes": before.routes.content},
+            params={**options.own(), "runtime": models.runtime_identity(loaded.precision, loaded.residency)},
+            make=lambda folder: _build(folder, loaded, records, dataset, options),
+        )
     return built.path
 
 

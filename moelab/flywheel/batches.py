@@ -4,7 +4,15 @@ A causal layer's row `i` depends on tokens `0..i` only, so sequences of differen
 batch if the padding comes after them, and a long batch can be fed in chunks through the cache. Gate 1
 does not assume that; it compares the result with what decode gave.
 
-Nothing after the last router is computed: neither its experts nor the output layer has a route in it.
+A resident model is replayed batch after batch, and nothing after the last router is computed: neither its experts
+nor the output layer has a route in it. A streamed model is replayed layer by layer (`streaming.layerwise`): the
+passes of a whole *group* of batches are built first, then each layer's experts are read once for all of them.
+The operations are the same in both, so are the results.
+
+Between two layers a group keeps, for each padded token, the residual stream, the K outputs of the switch layer,
+and what the taps noted; attention caches of one layer at a time, since nothing but the passes holds them.
+`kept_bytes` bounds that. Sequences beyond what the memory budget leaves form another group, which reads the
+model again.
 """
 
 from __future__ import annotations
@@ -18,7 +26,10 @@ import numpy as np
 from ..errors import ContractError
 
 if TYPE_CHECKING:
-    from ..models import LoadedModel, TapRecord
+    from ..models import LoadedModel, MoEGeometry, Tap, TapRecord
+
+GRAPH_BYTES = 128 << 10
+"""Host memory of the operations of one chunk in one layer, while they wait; 40 to 100 KiB were measured."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,39 @@ def batches(lengths: Sequence[int], limit: int) -> list[np.ndarray]:
     return out
 
 
+def kept_bytes(geometry: MoEGeometry, tokens: int, chunks: int, features: Iterable[str] = ()) -> int:
+    """Bytes that a batch of `tokens` padded tokens in `chunks` keeps between two layers, at most.
+
+    A token, in 4-byte numbers: 2·E a layer (the gate's output, and the ids, a view of E), H a layer for each
+    feature (and for the gate's input, which some families note anyway), K·H out of the switch layer, and 4·H for
+    the residual stream, the block input, and keys and values of one layer (no family has more than 2·H of these).
+    """
+    L, E, K, H = geometry.layers, geometry.experts, geometry.top_k, geometry.hidden
+    row = L * (2 * E + len({"moe_input", *features}) * H) + (K + 4) * H
+    return 4 * tokens * row + GRAPH_BYTES * chunks * L
+
+
+def groups(costs: Sequence[int], room: int) -> list[slice]:
+    """Consecutive batches that together keep at most `room` bytes.
+
+    Raises:
+        ContractError: one batch alone keeps more (both figures named).
+    """
+    out, start, total = [], 0, 0
+    for index, cost in enumerate(costs):
+        if cost > room:
+            raise ContractError(
+                "the memory budget does not hold one batch of a layer-major replay", field="batch_tokens",
+                got=f"{cost} bytes kept between layers", expected=f"<= {room} bytes",
+                fix="take smaller batches, larger chunks, fewer features or a larger memory budget",
+            )  # fmt: skip
+        if total + cost > room:
+            out.append(slice(start, index))
+            start, total = index, 0
+        total += cost
+    return [*out, slice(start, len(costs))] if len(costs) else []
+
+
 def replay(
     loaded: LoadedModel, sequences: Sequence[np.ndarray], shape: BatchShape, *, features: Iterable[str] = ()
 ) -> Iterator[tuple[int, TapRecord]]:
@@ -58,21 +102,58 @@ def replay(
 
     `ids u16[T,L,K]`, `weights f32[T,L,K]`, `margin f32[T,L]`, `features` name → `f32[T,L,H]`.
     """
-    import mlx.core as mx
-
-    for batch in batches([len(s) for s in sequences], shape.tokens):
-        longest = max(len(sequences[i]) for i in batch)
-        padded = np.zeros((len(batch), longest), np.int32)
-        for row, index in enumerate(batch):
-            padded[row, : len(sequences[index])] = sequences[index]
-        cache = loaded.make_cache()
-        with loaded.tap(features) as tap:  # off while the caller has the records: it may run the model itself
-            for start in range(0, longest, shape.chunk):
-                loaded.model(mx.array(padded[:, start : start + shape.chunk]), cache=cache)
-                mx.eval(*tap.pending(), [layer.state for layer in cache])
-            record = tap.take()
+    features = tuple(features)
+    made = batches([len(s) for s in sequences], shape.tokens)
+    run = _layer_major if loaded.residency == "streamed" else _batch_by_batch
+    for batch, record in run(loaded, made, [_padded(sequences, batch) for batch in made], shape, features):
         for row, index in enumerate(batch):
             yield int(index), _row(record, row, len(sequences[index]))
+
+
+def _batch_by_batch(loaded, made, padded, shape, features) -> Iterator[tuple[np.ndarray, TapRecord]]:
+    import mlx.core as mx
+
+    for batch, tokens in zip(made, padded, strict=True):
+        with loaded.tap(features) as tap:  # off while the caller has the records: it may run the model itself
+            for cache in _passes(loaded, tokens, shape.chunk):
+                mx.eval(*tap.pending(), [layer.state for layer in cache])
+            record = tap.take()
+        yield batch, record
+
+
+def _layer_major(loaded, made, padded, shape, features) -> Iterator[tuple[np.ndarray, TapRecord]]:
+    chunks = [-(-tokens.shape[1] // shape.chunk) for tokens in padded]
+    costs = [kept_bytes(loaded.geometry, t.size, n, features) for t, n in zip(padded, chunks, strict=True)]
+    with loaded.replaying() as (layers, room):
+        for group in groups(costs, room):
+            taps: list[Tap] = []
+            with layers.building():
+                for tokens in padded[group]:
+                    with loaded.tap(features) as tap:
+                        for _ in _passes(loaded, tokens, shape.chunk):
+                            pass
+                    taps.append(tap)
+            layers.evaluate()
+            for batch in made[group]:
+                yield batch, taps.pop(0).take()
+
+
+def _passes(loaded: LoadedModel, tokens: np.ndarray, chunk: int) -> Iterator[list]:
+    """Feed `[B,T]` in chunks through a cache of its own, which is yielded after each; nothing is evaluated here."""
+    import mlx.core as mx
+
+    cache = loaded.make_cache()
+    for start in range(0, tokens.shape[1], chunk):
+        loaded.model(mx.array(tokens[:, start : start + chunk]), cache=cache)
+        yield cache
+
+
+def _padded(sequences: Sequence[np.ndarray], batch: np.ndarray) -> np.ndarray:
+    """`i32[B,T]`: the sequences of a batch, zeros behind their ends."""
+    out = np.zeros((len(batch), max(len(sequences[i]) for i in batch)), np.int32)
+    for row, index in enumerate(batch):
+        out[row, : len(sequences[index])] = sequences[index]
+    return out
 
 
 def _row(record: TapRecord, row: int, length: int) -> TapRecord:

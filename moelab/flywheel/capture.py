@@ -28,7 +28,7 @@ from ..routes import DECODED, PREFILLED
 from ..threads import Conversation, Rendered, Thread, read, render_sequences, stop_ids
 from . import plan as plans
 from . import split, stage
-from .engine import Engine, ResidentEngine, Tape, follow
+from .engine import Engine, LiveEngine, Tape, follow, opened
 from .observe import Authorisation, Header, Observation, Turn, from_bytes, to_bytes
 from .vault import Vault, record_name, sweep
 
@@ -82,23 +82,26 @@ def capture(options: CaptureOptions, *, on_progress: stage.Progress | None = Non
 
 
 def capture_model(model: str, options: CaptureOptions) -> Path:
-    """Capture one model in this process, whose BLAS has been chosen; returns the artefact's folder."""
-    loaded = models.load(model)
-    models.self_test(loaded)
-    vault = Vault()
-    threads, forgotten = living(select(read(artifacts.root() / options.threads), options.max_threads), vault)
-    with ResidentEngine(loaded) as engine:
-        study = Study(loaded, engine, threads, options)
-        built = artifacts.build(
-            "observations",
-            inputs={
-                **loaded.digests,
-                "threads": artifacts.digest_json([t.content for t in threads]),
-                "forgotten": artifacts.digest_json(forgotten),
-            },
-            params={**options.recorded(), "runtime": study.runtime},
-            make=lambda folder: study.write(folder, vault),
-        )
+    """Capture one model in this process, whose BLAS has been chosen; returns the artefact's folder.
+
+    A model larger than its memory is captured streamed: same routes, and every record says so (`runtime`).
+    """
+    with opened(model) as loaded:
+        models.self_test(loaded)
+        vault = Vault()
+        threads, forgotten = living(select(read(artifacts.root() / options.threads), options.max_threads), vault)
+        with LiveEngine(loaded) as engine:
+            study = Study(loaded, engine, threads, options)
+            built = artifacts.build(
+                "observations",
+                inputs={
+                    **loaded.digests,
+                    "threads": artifacts.digest_json([t.content for t in threads]),
+                    "forgotten": artifacts.digest_json(forgotten),
+                },
+                params={**options.recorded(), "runtime": study.runtime},
+                make=lambda folder: study.write(folder, vault),
+            )
     return built.path
 
 
@@ -140,7 +143,7 @@ class Study:
         lengths = {uid: sum(len(r.token_ids) for r in parts) for uid, parts in self.rendered.items()}
         self.facts = {uid: facts(thread, loaded.tokenizer, lengths[uid]) for uid, thread in self.threads.items()}
         self.sets = split.assign(list(self.facts.values()), seed=options.seed)
-        self.runtime = models.runtime_identity(loaded.precision)
+        self.runtime = models.runtime_identity(loaded.precision, loaded.residency)
         self.stops = stop_ids(loaded.tokenizer)
 
     def plans(self) -> list[plans.Plan]:

@@ -12,6 +12,7 @@ from typing import Any
 from .. import artifacts, models
 from . import parity, stage
 from .capture import CaptureOptions, capture
+from .engine import opened
 from .observations import Records
 
 RESULT = "cost.json"
@@ -30,27 +31,27 @@ def measure(options: CaptureOptions) -> dict[str, dict[str, Any]]:
 
 def cost_model(model: str, options: CaptureOptions, observations: Path) -> Path:
     """One model in this process; returns the folder of a `capture-cost` artefact."""
-    loaded = models.load(model)
-    records = Records(artifacts.open_artifact(observations))
-    longest = max(records.replayable(), key=lambda entry: entry["tokens"])
+    with opened(model) as loaded:
+        records = Records(artifacts.open_artifact(observations))
+        longest = max(records.replayable(), key=lambda entry: entry["tokens"])
 
-    def make(folder: Path) -> dict[str, Any]:
-        (observation,) = records.open([longest], loaded, purpose="replay")
-        result = parity.capture_cost(
-            loaded, observation.token_ids, steps=options.cost_steps, repeats=options.cost_repeats
+        def make(folder: Path) -> dict[str, Any]:
+            (observation,) = records.open([longest], loaded, purpose="replay")
+            result = parity.capture_cost(
+                loaded, observation.token_ids, steps=options.cost_steps, repeats=options.cost_repeats
+            )
+            artifacts.write_json(folder / RESULT, result)
+            return {"content": artifacts.digest_json({"n": result["n"]})}
+
+        built = artifacts.build(
+            "capture-cost",
+            inputs={"observations": records.artifact.content},
+            params={
+                "steps": options.cost_steps,
+                "repeats": options.cost_repeats,
+                "figures_version": 2,
+                "runtime": models.runtime_identity(loaded.precision, loaded.residency),
+            },
+            make=make,
         )
-        artifacts.write_json(folder / RESULT, result)
-        return {"content": artifacts.digest_json({"n": result["n"]})}
-
-    built = artifacts.build(
-        "capture-cost",
-        inputs={"observations": records.artifact.content},
-        params={
-            "steps": options.cost_steps,
-            "repeats": options.cost_repeats,
-            "figures_version": 2,
-            "runtime": models.runtime_identity(loaded.precision),
-        },
-        make=make,
-    )
     return built.path

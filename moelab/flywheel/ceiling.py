@@ -27,7 +27,7 @@ from . import stage
 from .bounds import Ceiling, hit_curve, token_bytes
 from .bounds import ceiling as bound
 from .capture import CaptureOptions, capture
-from .engine import ResidentEngine
+from .engine import LiveEngine, opened
 from .foresight import Lookahead, Opt
 from .gates import PASS, Verdict, gate0
 from .observations import Records
@@ -143,28 +143,27 @@ def nothing_to_win(found: dict[str, str]) -> list[str]:
 
 def ceiling_model(model: str, options: CeilingOptions, observations: Path) -> Path:
     """One model in this process; returns the folder of a `ceiling` artefact."""
-    loaded = models.load(model)
-    records = Records(artifacts.open_artifact(observations))
-    entries = [e for e in records.replayable() if e["decoded"] and e["sequence"].startswith("forced")]
+    with opened(model) as loaded:
+        records = Records(artifacts.open_artifact(observations))
+        entries = [e for e in records.replayable() if e["decoded"] and e["sequence"].startswith("forced")]
 
-    def make(folder: Path) -> dict[str, Any]:
-        observed = list(records.open(entries, loaded, purpose="evaluate"))
-        result = _study(loaded, observed, options)
-        artifacts.write_json(folder / RESULT, result)
-        return {
-            "content": artifacts.digest_json({k: v for k, v in result.items() if k in ("tokens", "threads", "curves")})
-        }
+        def make(folder: Path) -> dict[str, Any]:
+            observed = list(records.open(entries, loaded, purpose="evaluate"))
+            result = _study(loaded, observed, options)
+            artifacts.write_json(folder / RESULT, result)
+            certain = {k: v for k, v in result.items() if k in ("tokens", "threads", "curves")}
+            return {"content": artifacts.digest_json(certain)}
 
-    built = artifacts.build(
-        "ceiling",
-        inputs={"observations": records.artifact.content},
-        params={
-            **options.own(),
-            "runtime": models.runtime_identity(loaded.precision),
-            "figures_version": FIGURES_VERSION,
-        },
-        make=make,
-    )
+        built = artifacts.build(
+            "ceiling",
+            inputs={"observations": records.artifact.content},
+            params={
+                **options.own(),
+                "runtime": models.runtime_identity(loaded.precision, loaded.residency),
+                "figures_version": FIGURES_VERSION,
+            },
+            make=make,
+        )
     return built.path
 
 
@@ -302,13 +301,13 @@ def _machine(
 
 
 def _compute_seconds(loaded, tokens: np.ndarray, steps: int) -> float:
-    """Median seconds of a cached decode step with every expert resident."""
-    with ResidentEngine(loaded, taps=False) as engine:
+    """Median seconds of a cached decode step with every expert resident; a streamed model's waits are taken off."""
+    with LiveEngine(loaded, taps=False) as engine:
         engine.start()
-        engine.feed(tokens[:8])
+        engine.feed(tokens[:8], PREFILLED)
         times = []
         for token in tokens[8 : 8 + steps]:
-            began = time.perf_counter()
-            engine.feed(np.array([token], np.int32))
-            times.append(time.perf_counter() - began)
+            began, waited = time.perf_counter(), loaded.waited_s
+            engine.feed(np.array([token], np.int32), DECODED)
+            times.append(time.perf_counter() - began - (loaded.waited_s - waited))
     return float(np.median(times))

@@ -1,18 +1,22 @@
-"""What capture needs of a runtime, and the simplest runtime that offers it.
+"""Decode as capture needs it: a sequence is fed, and its routes are taken.
 
-An engine has three calls: `start()` begins a sequence, `feed(tokens)` runs them through the model with its
-cache, `take()` returns what was routed since the last call. A streaming engine can stand in for
-`ResidentEngine` without capture knowing.
+An engine has three calls: `start()` begins a sequence, `feed(tokens, phase)` runs them through the model with its
+cache, `take()` returns what was routed since the last call. One engine serves resident and streamed models,
+since a model itself knows how a pass is run (`LoadedModel.run`). The phase is told, never guessed from sizes: a
+prompt of one token is prefill all the same.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 
+from .. import models
 from ..routes import DECODED
 from .plan import Plan
 
@@ -20,44 +24,63 @@ if TYPE_CHECKING:
     from ..models import LoadedModel, TapRecord
 
 
+@contextmanager
+def opened(model: str) -> Iterator[LoadedModel]:
+    """A model by its name: resident, or streamed where the name has a memory budget (`models.split_budget`).
+
+    Raises:
+        ParameterError, MissingArtifactError, UnsupportedModelError, StoreError: as `models.load` and
+            `streaming.StreamedModel.load`.
+    """
+    name, budget = models.split_budget(model)
+    if budget is None:
+        yield models.load(name)
+        return
+    from ..streaming import StreamedModel
+
+    with StreamedModel.load(name, memory_budget_bytes=budget) as streamed:
+        yield streamed
+
+
 class Engine(Protocol):
     def start(self) -> None:
         """Begin a sequence with an empty cache."""
 
-    def feed(self, tokens: np.ndarray) -> Any:
+    def feed(self, tokens: np.ndarray, phase: int) -> Any:
         """Run `i32[n]` tokens and return the logits `[V]` after the last one, evaluated."""
 
     def take(self) -> TapRecord:
         """Routes of everything fed since the last call: arrays `[T, …]`."""
 
 
-class ResidentEngine:
-    """The whole model in memory. Use as a context manager: the taps come off on leaving.
+class LiveEngine:
+    """A loaded model that decodes. Use as a context manager: taps and expert slots go on leaving.
 
     `taps=False` runs the same calls without recording, which is what capture's cost is measured against.
     """
 
-    def __init__(self, loaded: LoadedModel, *, taps: bool = True):
-        self.loaded = loaded
-        self._context = loaded.tap() if taps else None
+    def __init__(self, loaded: LoadedModel, *, taps: bool = True, features: Iterable[str] = ()):
+        self.loaded, self._taps, self._features = loaded, taps, features
         self._tap = None
 
     def __enter__(self) -> Self:
-        if self._context is not None:
-            self._tap = self._context.__enter__()
+        with ExitStack() as stack:
+            stack.enter_context(self.loaded.decoding())
+            if self._taps:  # inside, since decoding may put other switch layers in place
+                self._tap = stack.enter_context(self.loaded.tap(self._features))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *details: Any) -> None:
-        if self._context is not None:
-            self._context.__exit__(*details)
+        self._stack.__exit__(*details)
 
     def start(self) -> None:
         self._cache = self.loaded.make_cache()
 
-    def feed(self, tokens: np.ndarray) -> Any:
+    def feed(self, tokens: np.ndarray, phase: int) -> Any:
         import mlx.core as mx
 
-        logits = self.loaded.model(mx.array(np.asarray(tokens)[None]), cache=self._cache)[0, -1]
+        logits = self.loaded.run(mx.array(np.asarray(tokens)[None]), self._cache, phase)[0, -1]
         mx.eval(logits, *(() if self._tap is None else self._tap.pending()))
         return logits
 
@@ -70,7 +93,7 @@ class ResidentEngine:
             weights=record.weights[0],
             margin=record.margin[0],
             group_margin=group,
-            features={},
+            features={name: values[0] for name, values in record.features.items()},
         )
 
 
@@ -85,7 +108,7 @@ class Tape:
 
     def feed(self, engine: Engine, tokens: np.ndarray, phase: int) -> Any:
         began = time.perf_counter()
-        logits = engine.feed(tokens)
+        logits = engine.feed(tokens, phase)
         if phase == DECODED:
             self.seconds += time.perf_counter() - began
         self.tokens.extend(int(token) for token in tokens)

@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import artifacts, models
+from .. import artifacts
 from ..artifacts import Artifact
 from . import stage
 from .capture import CaptureOptions, capture
 from .controls import used
+from .engine import opened
 from .estimates import Estimate
 from .metrics import ranks, recall
 from .observations import Records
@@ -80,15 +81,15 @@ def leakage(options: SnapshotOptions, *, on_progress: stage.Progress | None = No
 
 def leakage_model(model: str, options: SnapshotOptions, observations: Path, routes: Path, snapshots: Path) -> Path:
     """One model in this process; returns the artefact's folder."""
-    loaded = models.load(model)
-    records = Records(artifacts.open_artifact(observations))
-    dataset = open_dataset(artifacts.open_artifact(snapshots), artifacts.open_artifact(routes))
-    built = artifacts.build(
-        "leakage",
-        inputs={"snapshot": dataset.artifact.content},
-        params={"seed": options.seed},
-        make=lambda folder: _build(folder, loaded, records, dataset, options.seed),
-    )
+    with opened(model) as loaded:
+        records = Records(artifacts.open_artifact(observations))
+        dataset = open_dataset(artifacts.open_artifact(snapshots), artifacts.open_artifact(routes))
+        built = artifacts.build(
+            "leakage",
+            inputs={"snapshot": dataset.artifact.content},
+            params={"seed": options.seed},
+            make=lambda folder: _build(folder, loaded, records, dataset, options.seed),
+        )
     return built.path
 
 

@@ -21,9 +21,9 @@ import numpy as np
 
 from ..artifacts import read_tensors, write_tensors
 from ..errors import ContractError
-from ..routes import DECODED
+from ..routes import DECODED, PREFILLED
 from .batches import BatchShape, replay
-from .engine import Engine, ResidentEngine, follow
+from .engine import Engine, LiveEngine, follow
 from .observe import Observation
 from .plan import Plan
 
@@ -168,18 +168,16 @@ def diagnose(loaded: LoadedModel, tokens: np.ndarray, shape: BatchShape, folder:
     Raises:
         ContractError: more than `DIAGNOSTIC_CAP` tokens.
     """
-    import mlx.core as mx
-
     if len(tokens) > DIAGNOSTIC_CAP:
         raise ContractError(
             "diagnostic beyond its cap", field="tokens", got=len(tokens), expected=f"<= {DIAGNOSTIC_CAP}"
         )
     kinds = ("pre_attention", "moe_input")
-    with loaded.tap(kinds) as tap:
-        cache = loaded.make_cache()
+    with LiveEngine(loaded, features=kinds) as engine:
+        engine.start()
         for token in tokens:
-            mx.eval(loaded.model(mx.array([[int(token)]]), cache=cache), *tap.pending())
-        live = tap.take().features
+            engine.feed(np.array([token], np.int32), DECODED)
+        live = engine.take().features
     first, second = (dict(replay(loaded, [tokens], shape, features=kinds))[0].features for _ in range(2))
     path = folder / ".diagnostic.safetensors"
     write_tensors(path, first, {"schema_version": 1, "record": "diagnostic"})
@@ -187,7 +185,7 @@ def diagnose(loaded: LoadedModel, tokens: np.ndarray, shape: BatchShape, folder:
     path.unlink()
     return {
         "tokens": len(tokens),
-        "live_difference": max(float(np.abs(live[k][0] - first[k]).max() / np.abs(first[k]).max()) for k in kinds),
+        "live_difference": max(float(np.abs(live[k] - first[k]).max() / np.abs(first[k]).max()) for k in kinds),
         "stored_equal": all(np.array_equal(stored[k], second[k]) for k in kinds),
     }
 
@@ -203,12 +201,12 @@ def speeds(
     out: dict[str, list[float]] = {"decode": [], "replay": []}
     count = sum(len(t) for t in tokens)
     for repeat in range(repeats + 1):
-        with ResidentEngine(loaded) as engine:
+        with LiveEngine(loaded) as engine:
             engine.start()
-            engine.feed(tokens[0][: shape.chunk])
+            engine.feed(tokens[0][: shape.chunk], PREFILLED)
             began = time.perf_counter()
             for token in tokens[0][:steps]:
-                engine.feed(np.array([token], np.int32))
+                engine.feed(np.array([token], np.int32), DECODED)
             decode = min(steps, len(tokens[0])) / (time.perf_counter() - began)
             engine.take()
         began = time.perf_counter()
@@ -230,12 +228,12 @@ def capture_cost(loaded: LoadedModel, tokens: np.ndarray, *, steps: int = 64, re
     spent: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for repeat in range(repeats + 1):
         for taps in (True, False) if repeat % 2 else (False, True):
-            with ResidentEngine(loaded, taps=taps) as engine:
+            with LiveEngine(loaded, taps=taps) as engine:
                 engine.start()
-                engine.feed(tokens[:8])
+                engine.feed(tokens[:8], PREFILLED)
                 began = time.process_time(), time.perf_counter()
                 for token in tokens[8 : 8 + steps]:
-                    engine.feed(np.array([token], np.int32))
+                    engine.feed(np.array([token], np.int32), DECODED)
                 if taps:
                     engine.take()  # reading the routes is part of what capture costs
                 if repeat:  # the first pair warms both arms

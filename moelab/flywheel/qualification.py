@@ -18,7 +18,7 @@ from ..routes import DECODED
 from . import parity, stage
 from .batches import BatchShape
 from .capture import CaptureOptions, capture
-from .engine import ResidentEngine
+from .engine import LiveEngine, opened
 from .gates import Verdict, gate1
 from .observations import Records
 
@@ -74,15 +74,15 @@ def qualify(
 
 def qualify_model(model: str, options: ReplayOptions, observations: Path) -> Path:
     """One model under this process's BLAS; returns the folder of a `parity` artefact."""
-    loaded = models.load(model)
-    records = Records(artifacts.open_artifact(observations))
-    runtime = models.runtime_identity(loaded.precision)
-    built = artifacts.build(
-        "parity",
-        inputs={"observations": records.artifact.content},
-        params={**options.own(), "runtime": runtime, "figures_version": FIGURES_VERSION},
-        make=lambda folder: _qualify(folder, loaded, records, runtime, options),
-    )
+    with opened(model) as loaded:
+        records = Records(artifacts.open_artifact(observations))
+        runtime = models.runtime_identity(loaded.precision, loaded.residency)
+        built = artifacts.build(
+            "parity",
+            inputs={"observations": records.artifact.content},
+            params={**options.own(), "runtime": runtime, "figures_version": FIGURES_VERSION},
+            make=lambda folder: _qualify(folder, loaded, records, runtime, options),
+        )
     return built.path
 
 
@@ -96,7 +96,7 @@ def _qualify(folder: Path, loaded, records: Records, runtime: dict[str, Any], op
         _until([o for o in observed if not o.header.sequence.startswith("edge")], options.compared_tokens) + edges
     )
     if not recorded:
-        with ResidentEngine(loaded) as engine:
+        with LiveEngine(loaded) as engine:
             decoded = [parity.decode_again(engine, o, records.artifact.manifest.params["chunk"]) for o in observed]
     else:
         decoded = observed

@@ -23,6 +23,7 @@ from . import parity, stage
 from .batches import BatchShape
 from .batches import replay as replay_batches
 from .capture import CaptureOptions, capture
+from .engine import opened
 from .observations import Records
 from .observe import Observation
 from .qualification import ReplayOptions, label_identity, qualify
@@ -46,33 +47,34 @@ def replay(options: ReplayOptions, *, on_progress: stage.Progress | None = None)
 def replay_model(model: str, options: ReplayOptions, observations: Path, exact: bool) -> Path:
     """One model under this process's BLAS; returns the folder of a `routes` artefact.
 
-    `exact`: this identity passed Gate 1. Otherwise prefilled rows get no label and are left out, counted.
+    `exact`: this identity passed Gate 1. Otherwise prefilled rows get no label and are left out, counted. A streamed
+    model is read once a shard: count `expert_bytes_read`, 0 for a resident one.
     """
-    loaded = models.load(model)
-    records = Records(artifacts.open_artifact(observations))
-    own = {
-        name: value
-        for name, value in options.own().items()
-        if name in ("chunk", "batch_tokens", "shard_sequences", "seed")
-    }
-    width = 2 * loaded.geometry.layers * loaded.geometry.hidden  # float16, one kind, every layer
-    built = artifacts.build(
-        "routes",
-        inputs={"observations": records.artifact.content},
-        params={
-            **own,
-            "exact": exact,
-            "feature_bytes_per_token": width,
-            "runtime": models.runtime_identity(loaded.precision),
-        },
-        make=lambda folder: _shards(folder, loaded, records, options, exact),
-    )
+    with opened(model) as loaded:
+        records = Records(artifacts.open_artifact(observations))
+        own = {
+            name: value
+            for name, value in options.own().items()
+            if name in ("chunk", "batch_tokens", "shard_sequences", "seed")
+        }
+        width = 2 * loaded.geometry.layers * loaded.geometry.hidden  # float16, one kind, every layer
+        built = artifacts.build(
+            "routes",
+            inputs={"observations": records.artifact.content},
+            params={
+                **own,
+                "exact": exact,
+                "feature_bytes_per_token": width,
+                "runtime": models.runtime_identity(loaded.precision, loaded.residency),
+            },
+            make=lambda folder: _shards(folder, loaded, records, options, exact),
+        )
     return built.path
 
 
 def _shards(folder: Path, loaded, records: Records, options: ReplayOptions, exact: bool) -> dict[str, Any]:
     entries = records.replayable()
-    total = sum(entry["tokens"] for entry in entries)
+    total, began = sum(entry["tokens"] for entry in entries), loaded.bytes_read
     counts = {"tokens": 0, "decode_labels": 0, "replay_labels": 0, "unlabelled": 0}
     table = []
     for number, start in enumerate(range(0, len(entries), options.shard_sequences)):
@@ -89,7 +91,8 @@ def _shards(folder: Path, loaded, records: Records, options: ReplayOptions, exac
         table += [{**entry, "index": start + i, "shard": path.name} for i, entry in enumerate(part)]
         models.report_progress({"done": sum(e["tokens"] for e in entries[: start + len(part)]), "total": total})
     artifacts.write_json(folder / THREADS, table)
-    return {**counts, "sequences": len(entries), "shards": number + 1}
+    read = loaded.bytes_read - began  # by this build: a shard that an earlier one finished is not read for again
+    return {**counts, "sequences": len(entries), "shards": number + 1, "expert_bytes_read": read}
 
 
 def _shard(loaded, observed: list[Observation], first: int, shape: BatchShape, exact: bool) -> tuple[dict, dict]:

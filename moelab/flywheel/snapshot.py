@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import artifacts, models
+from .. import artifacts
 from ..artifacts import Artifact
 from ..errors import OwnershipError
 from ..params import Options, param
@@ -29,6 +29,7 @@ from ..routes import DECODED, Routes
 from ..threads import SYSTEM
 from . import dedup, stage
 from .capture import CaptureOptions, capture
+from .engine import opened
 from .gates import Verdict, gate2
 from .observations import Records
 from .observe import Observation
@@ -64,14 +65,14 @@ def snapshot(options: SnapshotOptions, *, on_progress: stage.Progress | None = N
 
 def snapshot_model(model: str, options: SnapshotOptions, observations: Path, routes: Path) -> Path:
     """One model in this process; returns the artefact's folder."""
-    loaded = models.load(model)
-    records, rows = Records(artifacts.open_artifact(observations)), artifacts.open_artifact(routes)
-    built = artifacts.build(
-        "snapshot",
-        inputs={"observations": records.artifact.content, "routes": rows.content},
-        params={**options.own(), "runtime": records.artifact.manifest.params["runtime"]},
-        make=lambda folder: _build(folder, loaded, records, rows, options),
-    )
+    with opened(model) as loaded:
+        records, rows = Records(artifacts.open_artifact(observations)), artifacts.open_artifact(routes)
+        built = artifacts.build(
+            "snapshot",
+            inputs={"observations": records.artifact.content, "routes": rows.content},
+            params={**options.own(), "runtime": records.artifact.manifest.params["runtime"]},
+            make=lambda folder: _build(folder, loaded, records, rows, options),
+        )
     return built.path
 
 

@@ -51,7 +51,7 @@ def run(
 
 
 def _request(fn: Callable, model: str, options: Options, job: Mapping[str, Any], blas: str) -> str:
-    folder = models.find(model)
+    folder = models.find(models.split_budget(model)[0])
     threads = artifacts.root() / options.threads
     openblas = models.find_openblas()
     return artifacts.digest_json(

@@ -25,6 +25,7 @@ from ..routes import CAPTURED, Routes
 from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
+from .engine import opened
 from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import (
     ARMS,
@@ -93,14 +94,18 @@ def training(
 
 def training_model(model: str, options: TrainingOptions, before: Upstream, judged_as: BaselineOptions) -> Path:
     """One model in this process; returns the artefact's folder."""
-    loaded = models.load(model)
-    records, dataset = before.open()
-    built = artifacts.build(
-        "predictors",
-        inputs={"snapshot": dataset.artifact.content, "routes": before.routes.content},
-        params={**options.own(), "judged_as": judged_as.own(), "runtime": models.runtime_identity(loaded.precision)},
-        make=lambda folder: _Study(folder, loaded, records, dataset, options, judged_as).run(),
-    )
+    with opened(model) as loaded:
+        records, dataset = before.open()
+        built = artifacts.build(
+            "predictors",
+            inputs={"snapshot": dataset.artifact.content, "routes": before.routes.content},
+            params={
+                **options.own(),
+                "judged_as": judged_as.own(),
+                "runtime": models.runtime_identity(loaded.precision, loaded.residency),
+            },
+            make=lambda folder: _Study(folder, loaded, records, dataset, options, judged_as).run(),
+        )
     return built.path
 
 

@@ -8,7 +8,7 @@ keys, because a lenient load once left random experts in place of quantised ones
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -106,7 +106,11 @@ class Norm:
 
 @dataclass
 class LoadedModel:
-    """A model that runs, and what moelab needs to know about it. Made by `load`."""
+    """A model that runs, and what moelab needs to know about it. Made by `load`.
+
+    `decoding`, `holding`, `run`, `bytes_read` and `waited_s` are what a streamed model does otherwise
+    (`streaming.StreamedModel`): here every expert is in memory, and they have nothing to do.
+    """
 
     model: nn.Module
     tokenizer: Any
@@ -116,6 +120,8 @@ class LoadedModel:
     config: dict[str, Any]
     blocks: list[Block]
     geometry: MoEGeometry
+    residency: str = "resident"
+    """`resident` or `streamed`: part of the runtime identity of everything recorded."""
 
     @property
     def family(self) -> RoutingFamily:
@@ -127,10 +133,9 @@ class LoadedModel:
 
         A tokenizer that can render no thread at all has template `none`.
         """
-        files = {f.name: digest_file(f) for f in sorted(self.path.glob("model*.safetensors"))}
-        model = digest_json({"config": read_json(self.path / "config.json"), "files": files})
         from ..threads import template_digest, tokenizer_digest
 
+        model = self.model_digest
         try:
             return {
                 "model": model,
@@ -140,6 +145,33 @@ class LoadedModel:
         except UnsupportedModelError:
             probe = [int(i) for i in self.tokenizer.encode(PROBE)]
             return {"model": model, "tokenizer": digest_json(probe), "template": "none"}
+
+    @cached_property
+    def model_digest(self) -> str:
+        files = {f.name: digest_file(f) for f in sorted(self.path.glob("model*.safetensors"))}
+        return digest_json({"config": read_json(self.path / "config.json"), "files": files})
+
+    @property
+    def bytes_read(self) -> int:
+        """Payload bytes of experts read from the store so far."""
+        return 0
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that passes waited for those reads so far."""
+        return 0.0
+
+    def decoding(self) -> AbstractContextManager[None]:
+        """Inside, passes can be run."""
+        return nullcontext()
+
+    def holding(self, layer: int) -> AbstractContextManager[None]:
+        """Inside, all experts of MoE layer `layer` are in its switch module."""
+        return nullcontext()
+
+    def run(self, tokens: mx.array, cache: list[Any], phase: int) -> mx.array:
+        """One pass of `[B,T]` tokens, prefilled or decoded (`routes`): logits `[B,T,V]`, which may be lazy."""
+        return self.model(tokens, cache=cache)
 
     def make_cache(self) -> list[Any]:
         """A fresh, empty cache for one sequence (or one batch of equally long ones)."""

@@ -137,7 +137,7 @@ def capture_job(root: str) -> None:
 def sampled_job(root: str, names: list[str], order: list[int]) -> dict[tuple[str, float], list]:
     """`(thread id, top_p)` → `(seed, tokens)` of each turn that the model wrote itself, threads in this order."""
     from moelab.flywheel.capture import Study
-    from moelab.flywheel.engine import ResidentEngine
+    from moelab.flywheel.engine import LiveEngine
     from moelab.models import load
     from moelab.threads import read
 
@@ -145,7 +145,7 @@ def sampled_job(root: str, names: list[str], order: list[int]) -> dict[tuple[str
     threads = read(world.threads)
     loaded = load(world.model)
     out = {}
-    with ResidentEngine(loaded) as engine:
+    with LiveEngine(loaded) as engine:
         for top_p in (1.0, 0.9):
             study = Study(loaded, engine, threads, world.capture_options(top_p=top_p))
             for name in (names[index] for index in order):

@@ -68,7 +68,7 @@ def gate1_by_chunk(folder, tokens, prompt, chunks):
 
     from moelab.flywheel import parity
     from moelab.flywheel.batches import BatchShape
-    from moelab.flywheel.engine import ResidentEngine, follow
+    from moelab.flywheel.engine import LiveEngine, follow
     from moelab.flywheel.plan import Plan
     from moelab.models import load
 
@@ -76,7 +76,7 @@ def gate1_by_chunk(folder, tokens, prompt, chunks):
     phase = (np.arange(len(tokens)) >= prompt).astype(np.uint8)
     one = np.zeros(1, np.int32)
     plan = Plan(sequence="s", thread="t", owner="o", tokens=tokens, phase=phase, message_start=one, role=one)
-    with ResidentEngine(lm) as engine:
+    with LiveEngine(lm) as engine:
         tape, record = follow(engine, plan, prompt)
     decoded = parity.Decoded(tokens, np.array(tape.phase, np.uint8), record.ids, record.weights, record.margin)
     return {chunk: parity.compare(lm, [decoded], BatchShape(len(tokens), chunk)).figures() for chunk in chunks}

@@ -21,7 +21,7 @@ from moelab.errors import RecordError, VaultError
 from moelab.flywheel import capture as capturing
 from moelab.flywheel import observations, plan, split
 from moelab.flywheel.capture import Study, capture_model
-from moelab.flywheel.engine import ResidentEngine, Tape, follow
+from moelab.flywheel.engine import LiveEngine, Tape, follow
 from moelab.flywheel.observe import from_bytes
 from moelab.flywheel.vault import Vault, record_name
 from moelab.routes import DECODED, PREFILLED
@@ -41,7 +41,7 @@ def threads(world):
 
 @pytest.fixture
 def study(world, loaded, threads):
-    with ResidentEngine(loaded) as engine:
+    with LiveEngine(loaded) as engine:
         yield Study(loaded, engine, threads, world.capture_options(sampled=1))
 
 
@@ -108,7 +108,7 @@ def test_a_turn_that_ends_by_max_new_holds_exactly_so_many(study, threads):
 
 
 def test_a_turn_that_fills_the_context_stops_there(world, loaded, threads):
-    with ResidentEngine(loaded) as engine:
+    with LiveEngine(loaded) as engine:
         study = Study(loaded, engine, threads, world.capture_options(sampled=1, context=34, max_new=40))
         scripted(study, 70)
         plan, _, record, turns = study._sample(threads[0])
@@ -144,18 +144,18 @@ def test_a_forced_decode_encodes_nothing(study, monkeypatch, tmp_path):
     np.testing.assert_array_equal(o.phase, planned.phase)
 
 
-class Faulty(ResidentEngine):
+class Faulty(LiveEngine):
     """An engine that raises at its n-th step, or loses the last row of what it routed."""
 
     def __init__(self, loaded, *, raises=None, at=0, loses=False):
         super().__init__(loaded)
         self.raises, self.left, self.loses = raises, at, loses
 
-    def feed(self, tokens):
+    def feed(self, tokens, phase):
         self.left -= 1
         if self.raises and self.left == 0:
             raise self.raises
-        return super().feed(tokens)
+        return super().feed(tokens, phase)
 
     def take(self):
         record = super().take()
@@ -178,7 +178,7 @@ def test_a_sequence_broken_off_leaves_no_file_and_the_rest_is_captured_later(wor
         done = written(folder, vault)
         assert 0 < len(done) < len(names) and set(done) == set(names[: len(done)])
         assert [p.name for p in folder.iterdir() if p.suffix != ".age"] == [], "no index either"
-        with ResidentEngine(loaded) as engine:
+        with LiveEngine(loaded) as engine:
             counts = Study(loaded, engine, threads, world.capture_options()).write(folder, vault)
     assert counts["content"] == artifacts.open_artifact(captured).content
 
@@ -211,13 +211,13 @@ def test_tape_and_follow(loaded):
         message_start=np.zeros(1, np.int32),
         role=np.ones(1, np.uint8),
     )
-    with ResidentEngine(loaded) as engine:
+    with LiveEngine(loaded) as engine:
         tape, record = follow(engine, made, 4)
     assert tape.tokens == made.tokens.tolist() and tape.phase == made.phase.tolist() and tape.seconds > 0
     assert len(tape.wall_ns) == 20 == len(record.ids) and record.features == {}
-    with ResidentEngine(loaded, taps=False) as engine:
+    with LiveEngine(loaded, taps=False) as engine:
         engine.start()
-        assert engine.feed(made.tokens).shape == Tape().feed(engine, made.tokens[:1], PREFILLED).shape
+        assert engine.feed(made.tokens, PREFILLED).shape == Tape().feed(engine, made.tokens[:1], PREFILLED).shape
 
 
 # ---------------------------------------------------------------- killed
@@ -321,7 +321,7 @@ def test_speakers_are_training_threads_that_can_answer(records, world, loaded, t
     lines = [flywheel_world.conversation(f"o{i}", f"t{i}", 1, *(mute, full)[i % 2]) for i in range(6)]
     lines.append(flywheel_world.conversation("o9", "fine", 1, *talk))
     flywheel_world.write(path, lines)
-    with ResidentEngine(loaded) as engine:
+    with LiveEngine(loaded) as engine:
         study = Study(loaded, engine, read(path), world.capture_options())
         able = [t.id for t in read(path) if study._can_answer(t.uid)]
     assert able == ["fine"]
@@ -381,7 +381,7 @@ def test_forgotten_threads_are_left_out_and_named(world, threads, tmp_path):
 
 
 def test_no_thread_long_enough_for_the_edges(world, loaded, threads):
-    with ResidentEngine(loaded) as engine:
+    with LiveEngine(loaded) as engine:
         study = Study(loaded, engine, threads, world.capture_options(chunk=95))
         with pytest.raises(RecordError, match="long enough for the edge sequences"):
             study.plans()

@@ -8,7 +8,7 @@ from observations import observation
 
 from moelab import artifacts
 from moelab.flywheel import parity, qualification
-from moelab.flywheel.engine import ResidentEngine
+from moelab.flywheel.engine import LiveEngine
 from moelab.flywheel.parity import Parity
 from moelab.flywheel.qualification import label_identity, qualify_model, verdict
 from moelab.models import TapRecord
@@ -118,7 +118,7 @@ def test_under_another_identity_the_same_tokens_are_decoded_again(world, elsewhe
 def test_a_decode_made_again_is_the_recorded_one(records, loaded):
     entry = next(e for e in records.replayable() if e["decoded"] and e["sequence"] == "forced-0")
     (o,) = records.open([entry], loaded, purpose="replay")
-    with ResidentEngine(loaded) as engine:
+    with LiveEngine(loaded) as engine:
         again = parity.decode_again(engine, o, chunk=8)
     for name in ("token_ids", "phase", "ids", "weights", "margin"):
         np.testing.assert_array_equal(getattr(again, name), getattr(o, name))
