@@ -20,7 +20,7 @@ _HOMES = {
     "device": ("Throttle", "VirtualDevice"),
     "passes": ("Passes",),
     "oracle": ("NoisyOracle", "Oracle", "PreviousToken"),
-    "simulate": ("ISSUE", "simulate"),
+    "simulator": ("ISSUE", "simulate"),
     "simulation": ("Simulation", "share_of_possible"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}

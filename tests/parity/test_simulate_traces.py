@@ -13,8 +13,8 @@ from moelab.streaming.eviction import LayerLfu, Lru
 from moelab.streaming.oracle import Oracle
 from moelab.streaming.passes import Passes
 from moelab.streaming.schedule import Scheduler
-from moelab.streaming.simulate import simulate
 from moelab.streaming.simulation import share_of_possible
+from moelab.streaming.simulator import simulate
 
 MIB = 1 << 20
 

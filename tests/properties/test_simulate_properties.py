@@ -14,7 +14,7 @@ from moelab.streaming.eviction import ExpectedNextUse, LayerLfu, Lru
 from moelab.streaming.oracle import NoisyOracle
 from moelab.streaming.passes import Passes
 from moelab.streaming.schedule import Scheduler
-from moelab.streaming.simulate import ISSUE, simulate
+from moelab.streaming.simulator import ISSUE, simulate
 
 EXPERTS = 6
 POLICIES = (Lru, LayerLfu, ExpectedNextUse)

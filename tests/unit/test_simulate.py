@@ -10,8 +10,8 @@ from moelab.streaming.eviction import Lru
 from moelab.streaming.oracle import NoisyOracle, Oracle, PreviousToken
 from moelab.streaming.passes import Passes
 from moelab.streaming.schedule import Scheduler
-from moelab.streaming.simulate import ISSUE, simulate
 from moelab.streaming.simulation import share_of_possible
+from moelab.streaming.simulator import ISSUE, simulate
 
 
 def run(
