@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -34,6 +36,9 @@ def check_tensor(name: str, value: object, shape: tuple[int | str, ...], dtypes=
 
 def check_finite(name: str, value: Tensor) -> Tensor:
     """Refuse NaN and infinities, and say where the first one is."""
+    # The sum of finite values may overflow, but that of others is never finite: one cheap pass for good input.
+    if math.isfinite(value.detach().sum().item()):
+        return value
     finite = torch.isfinite(value)
     if not finite.all():
         where = (~finite).nonzero()[0]
@@ -48,6 +53,15 @@ def check_ids(expert_ids: Sequence[str]) -> tuple[str, ...]:
         got = type(expert_ids).__name__
         raise PolicyError("expert_ids is not a sequence of ids", field="expert_ids", got=got, expected="tuple of str")
     ids = tuple(expert_ids)
+    try:
+        return _distinct_ids(ids)
+    except TypeError:  # an id that cannot be hashed is no string
+        return _distinct_ids.__wrapped__(ids)
+
+
+@lru_cache(maxsize=256)
+def _distinct_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
+    """The ids, checked; a bank's ids are the same at every call."""
     for position, name in enumerate(ids):
         if not isinstance(name, str) or not name:
             expected = "a non-empty string"

@@ -35,6 +35,8 @@ class Capacity:
         if expert_availability is None:
             return CapacityResult(decision, decision)
         kept = decision.slot_mask & slot_availability(decision, expert_availability)
+        if torch.equal(kept, decision.slot_mask):  # nothing to take
+            return CapacityResult(decision, decision)
         return CapacityResult(decision, keep_slots(decision, kept))
 
     def check_decision(self, decision: Decision) -> None:
@@ -70,16 +72,19 @@ class PromoteSurvivorsCapacity(Capacity):
 
 
 def slot_availability(decision: Decision, expert_availability: Tensor) -> Tensor:
-    """`[B, T, S]` True where the candidate of a slot is available; the anchor always is."""
+    """`[B, T, S]` True where the specialist of a slot is available; an inactive slot says nothing."""
     indices, experts = decision.slot_indices, len(decision.expert_ids)
     if not isinstance(expert_availability, Tensor) or expert_availability.dim() == 1:
         shape: tuple[int, ...] = (experts,)
     else:
         shape = (*indices.shape[:2], experts)
     check_tensor("expert_availability", expert_availability, shape, dtypes=(torch.bool,))
-    anchor = expert_availability.new_ones(*expert_availability.shape[:-1], 1)
-    available = torch.cat((anchor, expert_availability), dim=-1)
-    return available[indices] if available.dim() == 1 else available.gather(-1, indices)
+    if not experts:
+        return torch.zeros_like(decision.slot_mask)
+    specialists = indices - 1  # the anchor's -1 wraps around to the last, and is masked by the caller
+    if expert_availability.dim() == 1:
+        return expert_availability[specialists]
+    return expert_availability.gather(-1, specialists.clamp_min(0))
 
 
 def keep_slots(decision: Decision, kept: Tensor) -> Decision:

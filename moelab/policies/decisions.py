@@ -19,6 +19,10 @@ import torch
 from torch import Tensor
 
 
+SORT_AT_MOST = 4096
+"""Scores up to which one stable sort is faster than a pass over the bank for every slot."""
+
+
 @dataclass(frozen=True, eq=False)
 class Decision:
     """The candidates that each token runs.
@@ -110,7 +114,7 @@ class CapacityResult:
 
 def with_anchor(scores: Tensor) -> Tensor:
     """`[B, T, N]` specialist scores to the `[B, T, N + 1]` candidate bank, anchor first at 0."""
-    return torch.cat((scores.new_zeros(*scores.shape[:-1], 1), scores), dim=-1)
+    return torch.nn.functional.pad(scores, (1, 0))
 
 
 def rank(bank: Tensor, slots: int) -> Tensor:
@@ -122,6 +126,10 @@ def rank(bank: Tensor, slots: int) -> Tensor:
     bank: `[B, T, N + 1]` candidate scores, below infinity.
     Returns `[B, T, slots]` i64.
     """
+    if bank.numel() <= SORT_AT_MOST and slots <= bank.shape[-1]:
+        values, order = bank.sort(dim=-1, descending=True, stable=True)
+        ranked = order[..., :slots]
+        return ranked.where(values[..., :slots] > -torch.inf, 0)
     bank = bank.clone()
     candidates = torch.arange(bank.shape[-1], dtype=torch.int32, device=bank.device)
     ranked = []

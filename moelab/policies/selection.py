@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -110,9 +111,7 @@ class AdaptiveTop1Top2Selection(Selection):
 
     def choose(self, bank: Tensor) -> Tensor:
         pair = rank(bank, 2)
-        first, second = pair.unbind(-1)
-        mixed = bank.gather(-1, pair[..., 1:]).squeeze(-1) > bank.new_tensor(self.mixture_threshold)
-        return torch.stack((first, torch.where(mixed, second, 0)), dim=-1)
+        return pair.where(bank.gather(-1, pair) > limits(bank, 0.0, self.mixture_threshold), 0)
 
 
 @dataclass(frozen=True)
@@ -138,4 +137,14 @@ class DynamicKSelection(Selection):
     def choose(self, bank: Tensor) -> Tensor:
         ranked = rank(bank, self.k_max)
         # Scores fall along the slots, so what clears the threshold is a prefix.
-        return torch.where(bank.gather(-1, ranked) > bank.new_tensor(self.threshold), ranked, 0)
+        return ranked.where(bank.gather(-1, ranked) > limits(bank, self.threshold), 0)
+
+
+def limits(bank: Tensor, *thresholds: float) -> Tensor:
+    """What the score of each slot must exceed, rounded to the dtype of the scores."""
+    return _limits(thresholds, bank.dtype, bank.device)
+
+
+@lru_cache
+def _limits(thresholds: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(thresholds, dtype=dtype, device=device)
