@@ -111,7 +111,7 @@ class Scheduler:
     def raise_to_demand(self, key: int, now: float) -> Ticket | None:
         """A layer waits for this key: its ticket, queued or in flight, becomes P0. None if there is none."""
         live = self._live.get(key)
-        if live is not None and live.priority != P0:
+        if live is not None and (live.priority != P0 or not live._claims):
             for claimant, (_, _, confidence, visit) in live._claims.items():
                 live._claims[claimant] = (P0, now, confidence, visit)
             if not live._claims:  # withdrawn in flight, and wanted after all
