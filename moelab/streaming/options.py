@@ -37,6 +37,7 @@ nothing (the source's, counted), "anchor" lets the shared expert stand in with t
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -95,7 +96,11 @@ class LayerOptions:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ParameterError("out of range", field=name, got=getattr(self, name), expected=f">= {least}")
-        if not 0 <= self.hot_decay <= 1 or self.pin_bonus < 0 or (self.top_k is not None and self.top_k < 1):
+        if (
+            not 0 <= self.hot_decay <= 1
+            or not 0 <= self.pin_bonus < math.inf
+            or (self.top_k is not None and self.top_k < 1)
+        ):
             raise ParameterError(
                 "out of range", field="hot_decay, pin_bonus, top_k",
                 got=(self.hot_decay, self.pin_bonus, self.top_k), expected="in [0, 1], >= 0, >= 1 or None",

@@ -99,28 +99,37 @@ class StagedSwitch(StreamingSwitch):
 
     @property
     def predicted_experts(self) -> frozenset[int]:
-        """Experts that a prediction names for the layer's next turn.
-
-        Setting them protects those that are resident from eviction until that turn, and gives them
-        `pin_bonus` where hot experts are chosen: pins of the cache (`hot_per_layer`), and `prefill_hot`.
-        """
+        """Experts that a prediction names for the layer's next turn. Assign them, or call `predict`."""
         return self._predicted
 
-    @predicted_experts.setter
-    def predicted_experts(self, experts: Collection[int]) -> None:
-        experts, count = frozenset(int(e) for e in experts), self._forward.memory.store.experts
-        if any(not 0 <= expert < count for expert in experts):
-            raise GeometryError("no such expert", field="predicted_experts", got=sorted(experts), expected=f"< {count}")
-        self._forward.memory.expect(self.layer, experts, instead_of=self._predicted)
+    def predict(self, experts: Collection[int]) -> None:
+        """Name the experts of the layer's next turn, in place of those named before.
+
+        Those that are resident are protected from eviction until that turn is over, and all get `pin_bonus`
+        where hot experts are chosen: pins of the cache (`hot_per_layer`), and `prefill_hot`.
+
+        Raises:
+            GeometryError: no such expert.
+        """
+        named, count = frozenset(int(expert) for expert in experts), self._forward.memory.store.experts
+        if any(not 0 <= expert < count for expert in named):
+            raise GeometryError("no such expert", field="predicted_experts", got=sorted(named), expected=f"< {count}")
+        self._forward.memory.expect(self.layer, named, instead_of=self._predicted)
         if self._window is not None:
-            self._window.predict(self.layer, self._predicted, experts)
-        self._predicted = experts
+            self._window.predict(self.layer, self._predicted, named)
+        self._predicted = named
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "predicted_experts":  # an mlx module would take a list for a child, and pass the property by
+            self.predict(value)
+        else:
+            super().__setattr__(name, value)
 
     def reset(self) -> None:
         """A new request begins: nothing is staged or predicted."""
         if self.staged is not None:
             self.staged.reset()
-        self.predicted_experts = ()
+        self.predict(())
 
     # ------------------------------------------------------------------ paths
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from switch_world import DIM, INTER, K, PRECISIONS, SWITCHES, E, World, inputs, routes
+from switch_world import PRECISIONS, SWITCHES, E, K, World, inputs, routes
 
 from moelab.streaming.options import LayerOptions
 

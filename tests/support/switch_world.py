@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -53,7 +54,14 @@ def switch(kind: str = "glu", precision: str = "float32", seed: int = 0) -> nn.M
 
 
 class ArrayStore:
-    """The experts of resident layers as an `ExpertStore` holds them. Attribute `gate`: reads wait while it is clear."""
+    """The experts of resident layers as an `ExpertStore` holds them.
+
+    Attributes:
+        gate: reads wait while it is clear.
+        delay: seconds of a read.
+        log: reads that ended, `(layer, expert)`; `most` of them were in progress at the same time.
+        fails: reads that raise.
+    """
 
     def __init__(self, switches: list[nn.Module]):
         self.layers, self.experts = len(switches), E
@@ -72,6 +80,7 @@ class ArrayStore:
         )
         self.gate = threading.Event()
         self.gate.set()
+        self.delay, self.most, self._reading = 0.0, 0, 0
         self.log: list[tuple[int, int]] = []
         self.fails: set[tuple[int, int]] = set()
 
@@ -79,7 +88,16 @@ class ArrayStore:
         return self.layouts[layer].stored_bytes
 
     def read_into(self, layer: int, expert: int, out: np.ndarray) -> int:
-        assert self.gate.wait(10)
+        self._reading += 1
+        self.most = max(self.most, self._reading)
+        try:
+            assert self.gate.wait(10)
+            time.sleep(self.delay)
+            return self._read(layer, expert, out)
+        finally:
+            self._reading -= 1
+
+    def _read(self, layer: int, expert: int, out: np.ndarray) -> int:
         out[:] = 0xFF  # a slot in the middle of a read holds rubbish: NaN in every type
         if (layer, expert) in self.fails:
             raise OSError(5, "Input/output error")
