@@ -83,7 +83,7 @@ def slot_availability(decision: Decision, expert_availability: Tensor) -> Tensor
         return torch.zeros_like(decision.slot_mask)
     specialists = indices - 1  # the anchor's -1 wraps around to the last, and is masked by the caller
     if expert_availability.dim() == 1:
-        return expert_availability[specialists]
+        return expert_availability.take(specialists)
     return expert_availability.gather(-1, specialists.clamp_min(0))
 
 

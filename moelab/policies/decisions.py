@@ -121,15 +121,14 @@ def rank(bank: Tensor, slots: int) -> Tensor:
     """The best `slots` candidates by descending score; equal scores by lowest index.
 
     Libraries do not promise which of two tied entries `topk` returns, so the tie is broken here.
-    A slot beyond the last candidate holds 0.
+    A slot beyond the last candidate holds 0, and one for which only candidates at minus infinity are left
+    may hold any of them.
 
     bank: `[B, T, N + 1]` candidate scores, below infinity.
     Returns `[B, T, slots]` i64.
     """
     if bank.numel() <= SORT_AT_MOST and slots <= bank.shape[-1]:
-        values, order = bank.sort(dim=-1, descending=True, stable=True)
-        ranked = order[..., :slots]
-        return ranked.where(values[..., :slots] > -torch.inf, 0)
+        return bank.sort(dim=-1, descending=True, stable=True).indices[..., :slots]
     bank = bank.clone()
     candidates = torch.arange(bank.shape[-1], dtype=torch.int32, device=bank.device)
     ranked = []

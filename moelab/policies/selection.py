@@ -88,8 +88,8 @@ class AnchorVetoTop2Selection(Selection):
 
     def choose(self, bank: Tensor) -> Tensor:
         pair = rank(bank, 2)
-        approved = (pair > 0).all(-1, keepdim=True)
-        return torch.where(approved, pair, 0)
+        # The second score is positive only where the first is.
+        return pair * (bank.gather(-1, pair[..., 1:]) > 0)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class AdaptiveTop1Top2Selection(Selection):
 
     def choose(self, bank: Tensor) -> Tensor:
         pair = rank(bank, 2)
-        return pair.where(bank.gather(-1, pair) > limits(bank, 0.0, self.mixture_threshold), 0)
+        return pair * (bank.gather(-1, pair) > limits(bank, 0.0, self.mixture_threshold))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class DynamicKSelection(Selection):
     def choose(self, bank: Tensor) -> Tensor:
         ranked = rank(bank, self.k_max)
         # Scores fall along the slots, so what clears the threshold is a prefix.
-        return ranked.where(bank.gather(-1, ranked) > limits(bank, self.threshold), 0)
+        return ranked * (bank.gather(-1, ranked) > limits(bank, self.threshold))
 
 
 def limits(bank: Tensor, *thresholds: float) -> Tensor:
