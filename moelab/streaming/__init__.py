@@ -9,6 +9,7 @@ _HOMES = {
     "eviction": ("POLICIES", "ExpectedNextUse", "HotPin", "LayerLfu", "LayerStaleness", "Lru", "Policy", "policy"),
     "cache": ("Cache", "Grant"),
     "counters": ("Counters",),
+    "prefetch": ("PrefetchCounters", "Prefetcher"),
     "schedule": ("P0", "P1", "P2", "Scheduler", "SchedulerCounters", "Ticket"),
     "pack": ("Pack", "read_pack"),
     "packing": ("write_pack",),

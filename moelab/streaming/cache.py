@@ -198,12 +198,12 @@ class Cache:
         for key in keys:
             self._seen[key] = True
         part.policy.touch(self.now, evictable)
+        self.unexpect(self._expected.lapsed(self.now))  # what was expected for this visit is known by now
         return hits
 
     def _begin(self, visit: int) -> None:
         self.now = visit
         self._unwant(self._holds.wanted[visit % self.layers])  # of a visit that did not read them
-        self.unexpect(self._expected.lapsed(visit))
 
     def lease(self, keys: Iterable[int]) -> None:
         """Hold residents until they are released as often. Raises ContractError for a key that is not resident."""
@@ -317,7 +317,7 @@ class Cache:
     # ------------------------------------------------------------------ predictions and counters
 
     def expect(self, keys: Iterable[int], until_visit: int) -> None:
-        """Predictions name these keys for visits up to `until_visit`: protect them from eviction until that is over."""
+        """Predictions name these keys for `until_visit`: protect them from eviction until that has named its own."""
         for key in self._expected.add(keys, until_visit):
             self._pools.part[key // self.experts].policy.expect((key,))
 

@@ -2,7 +2,7 @@
 
 `Holds` counts the hard reasons. A lease lasts from a visit until its evaluation has returned; a want from the visit
 that missed the expert until it is leased or released; a flight as long as a thread may write the slot.
-`Expectations` are predictions with an end: they lapse by themselves when the visit they are for is over.
+`Expectations` are predictions with an end: they lapse by themselves when the visit they are for has begun.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ class Expectations:
         return fresh
 
     def lapsed(self, visit: int) -> list[int]:
-        """Keys whose last visit lies before `visit`; the caller removes them."""
+        """Keys expected for no visit after this one; the caller removes them."""
         over = []
-        while self._lapse and self._lapse[0][0] < visit:
+        while self._lapse and self._lapse[0][0] <= visit:
             until, key = heapq.heappop(self._lapse)
             if self.keys.get(key) == until:
                 over.append(key)

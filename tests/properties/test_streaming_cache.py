@@ -59,7 +59,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.now % L == layer and before <= self.cache.now <= before + L
         if self.cache.now != before:
             self.wanted = {key for key in self.wanted if key // E != layer}
-            self.expected = {key: until for key, until in self.expected.items() if until >= self.cache.now}
+        self.expected = {key: until for key, until in self.expected.items() if until > self.cache.now}
         assert hits == [key in self.where for key in keys]
         for key, hit in zip(keys, hits, strict=True):
             if hit:
