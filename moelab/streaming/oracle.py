@@ -8,7 +8,7 @@ route is its last one), the simplest control that costs nothing.
 
 from __future__ import annotations
 
-import numpy as np
+import random
 
 from ..errors import ContractError
 from .passes import Passes
@@ -65,13 +65,14 @@ class NoisyOracle(Oracle):
 
     def __call__(self, step: int, layer: int) -> list[Candidate]:
         target, truth = self._truth(step, layer)
-        rng = np.random.default_rng((self.seed, step, layer))
-        right = [expert for expert in truth if rng.random() < self.recall]
-        wanted = len(right) * (1 - self.precision) / self.precision
-        others = np.setdiff1d(np.arange(self.passes.experts), truth)
-        count = min(int(wanted) + int(rng.random() < wanted % 1), len(others))
-        mixed = rng.permutation([*right, *rng.choice(others, count, replace=False)])
-        return [(target, int(expert), self.precision) for expert in mixed]
+        rng = random.Random(f"{self.seed} {step} {layer}")
+        told = [expert for expert in truth if rng.random() < self.recall]
+        wanted = len(told) * (1 - self.precision) / self.precision
+        others = [expert for expert in range(self.passes.experts) if expert not in truth]
+        count = min(int(wanted) + (rng.random() < wanted % 1), len(others))
+        told += rng.sample(others, count)
+        rng.shuffle(told)
+        return [(target, expert, self.precision) for expert in told]
 
 
 class PreviousToken:

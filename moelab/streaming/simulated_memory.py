@@ -10,7 +10,7 @@ yet, what a prefetch displaced, and what arrived after it was asked for.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import ContractError
 from .cache import Cache
@@ -47,6 +47,7 @@ class SimulatedMemory:
 
     Attributes:
         now: the clock; never goes back.
+        observe: told of every visit and its hits (`Prefetcher.observe`).
         books: what was counted.
         timely, late: experts of the current visit that were resident because they had been prefetched; that were
             still being prefetched.
@@ -70,6 +71,7 @@ class SimulatedMemory:
         self.now, self.books = 0.0, Books()
         self._flying: list[tuple[float, int, Ticket, bool]] = []  # done, order, ticket, by the asking thread
         self._order = 0
+        self.observe: Callable[[list[int], list[bool]], None] | None = None
         self._readers = threads
         self._landed: dict[int, float] = {}  # prefetched and not used yet: when it was issued
         self._speculative: dict[int, float] = {}  # prefetches in flight: when issued
@@ -88,6 +90,8 @@ class SimulatedMemory:
         hits = cache.visit(layer, keys, phase=phase)
         self._started.clear()
         self.timely = self.late = 0
+        if self.observe is not None:
+            self.observe(keys, hits)
         size = self.nbytes[layer]
         for key, hit in zip(keys, hits, strict=True):
             if hit:

@@ -43,7 +43,8 @@ from .demand_only import DemandOnlyMemory
 from .device import VirtualDevice
 from .oracle import Candidate
 from .passes import Passes
-from .schedule import P1, Scheduler, Ticket
+from .prefetch import Prefetcher
+from .schedule import Scheduler
 from .simulated_memory import SimulatedMemory
 from .simulation import Simulation
 
@@ -73,6 +74,7 @@ def simulate(
     issue: str = "in_forward",
     tokens_ahead: int = 0,
     patience: float = 1.0,
+    prefetcher: Prefetcher | None = None,
     event_loop: bool = False,
 ) -> Simulation:
     """Run the passes. Deterministic: the same arguments give the same times to the last bit.
@@ -94,6 +96,7 @@ def simulate(
         issue: one of `ISSUE`.
         tokens_ahead: whole passes to add to a prediction's horizon, for one that looks a token and a layer ahead.
         patience: passes of compute by which a prediction may be late before it is given up.
+        prefetcher: makes tickets of candidates, of the same cache and scheduler; default: of all of them, P1.
         event_loop: use the scheduler also where nothing is predicted, and it could reorder nothing.
 
     Raises:
@@ -114,6 +117,7 @@ def simulate(
         ("sync_s, boundary_s", (sync_s, boundary_s), min(sync_s, boundary_s) >= 0, ">= 0"),
         ("predict_s", predict_s, predict_s >= 0, ">= 0"),
         ("threads", threads, threads >= 1, ">= 1"),
+        ("prefetcher", prefetcher, prefetcher is None or predictor is not None, "a predictor to serve"),
         ("tokens_ahead, patience", (tokens_ahead, patience), min(tokens_ahead, patience) >= 0, ">= 0"),
     ):  # fmt: skip
         if not ok:
@@ -128,6 +132,7 @@ def simulate(
         np.broadcast_to(compute, (len(passes), layers)),
         before=before, sync_s=sync_s, boundary_s=boundary_s, predict_s=predict_s, predictor=predictor,
         issue=issue, tokens_ahead=tokens_ahead, patience=patience,
+        prefetcher=prefetcher,
     )  # fmt: skip
     for step in range(len(passes)):
         run.step(step)
@@ -138,7 +143,7 @@ class _Run:
     """The asking thread: compute, visits, waits and predictions of one pass after the other."""
 
     def __init__(self, passes, memory, compute, *, before, sync_s, boundary_s, predict_s, predictor,
-                 issue, tokens_ahead, patience):  # fmt: skip
+                 issue, tokens_ahead, patience, prefetcher):  # fmt: skip
         self.passes, self.memory, self.layers = passes, memory, passes.layers
         self.predictor, self.issue, self.tokens_ahead = predictor, issue, tokens_ahead
         self.boundary_s, self.predict_s = boundary_s, predict_s
@@ -153,6 +158,11 @@ class _Run:
         # A token's experts always fit, unless the cache is smaller than that or prefetches hold its slots.
         cache = memory.cache
         self.fits = predictor is None and cache.budget >= passes.top_k * sum(cache.slot_bytes)
+        self.prefetcher = prefetcher
+        if predictor is not None:
+            if prefetcher is None:
+                self.prefetcher = Prefetcher(cache, memory.scheduler, nbytes=memory.nbytes, byte_budget=1 << 62)
+            memory.observe = self.prefetcher.observe
         self.visits: list[tuple] = []
         self.ends: list[tuple] = []
         self.held: list[int] = []
@@ -163,6 +173,8 @@ class _Run:
         memory, device = self.memory, self.memory.device
         start, busy = memory.now, device.busy_by(memory.now)
         phase = DECODED if self.passes.decoded[step] else PREFILLED
+        if self.prefetcher is not None:
+            self.prefetcher.begin_step()
         for layer, keys in enumerate(self.passes.keys[step]):
             memory.advance(memory.now + self.ahead[step][layer])
             self._release()
@@ -218,27 +230,21 @@ class _Run:
         """Ask the predictor and queue what it says; `visit` is the last one begun, `at` its compute-only time."""
         memory = self.memory
         memory.advance(memory.now + self.predict_s)
-        tickets = []
-        for target, expert, confidence in self.predictor(step, layer) or ():
-            of = visit + 1 + (target - visit - 1) % self.layers
-            if self.issue == "in_forward":
-                of += self.tokens_ahead * self.layers
-            if of >= len(self.known) or not self.passes.decoded[of // self.layers]:
-                continue
-            tickets.append(
-                Ticket(
-                    key=target * self.passes.experts + expert,
-                    layer=target,
-                    priority=P1,
-                    owner="predictor",
-                    generation=step,
-                    deadline=memory.now + self.known[of] - at + self.patience,
-                    nbytes=memory.nbytes[target],
-                    confidence=confidence,
-                    visit=of,
-                )  # fmt: skip
-            )
-        memory.prefetch(tickets)
+        ahead = self.tokens_ahead if self.issue == "in_forward" else 0
+
+        def of(target: int) -> int:
+            return visit + 1 + (target - visit - 1) % self.layers + ahead * self.layers
+
+        def due(target: int) -> float:
+            return memory.now + self.known[of(target)] - at + self.patience
+
+        told = [
+            candidate
+            for candidate in self.predictor(step, layer) or ()
+            if (to := of(candidate[0])) < len(self.known) and self.passes.decoded[to // self.layers]
+        ]
+        if told:
+            memory.prefetch(self.prefetcher.tickets(told, memory.now, due=due, passes_ahead=ahead))
 
     def result(self) -> Simulation:
         memory, shape = self.memory, (len(self.passes), self.layers)
@@ -261,5 +267,9 @@ class _Run:
             useful_bytes=memory.books.useful_total,
             late_bytes=memory.books.late_total,
             wasted_bytes=memory.books.wasted_total,
-            counters={"cache": memory.cache.counters(), "scheduler": memory.scheduler.counters},
+            counters={
+                "cache": memory.cache.counters(),
+                "scheduler": memory.scheduler.counters,
+                "prefetch": None if self.prefetcher is None else self.prefetcher.close(),
+            },
         )

@@ -124,6 +124,13 @@ def test_what_holds_for_every_run(case):
     assert (missing.sum() - got.late.sum()) * case["size"] == got.demand_bytes.sum()
     assert got.late.sum() * case["size"] == got.late_bytes
     assert (got.timely <= got.hits).all() and (got.hits <= got.used).all()
+    told = got.counters["prefetch"]
+    if told is not None:  # the prefetcher keeps books of its own
+        bytes_of = told.fate_bytes
+        assert bytes_of["useful"] + bytes_of["late"] == got.useful_bytes
+        assert bytes_of["late"] == got.late_bytes
+        assert bytes_of["wasted"] == got.wasted_bytes
+        assert told.ready_by_prefetch == got.timely.sum()
     count = got.counters["cache"]
     assert (count.hits, count.misses) == (got.hits.sum(), missing.sum())
 

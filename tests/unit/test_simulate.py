@@ -6,17 +6,19 @@ import pytest
 from moelab.errors import ContractError, GeometryError
 from moelab.streaming.cache import Cache
 from moelab.streaming.device import VirtualDevice
-from moelab.streaming.eviction import Lru
+from moelab.streaming.eviction import LayerLfu, Lru
 from moelab.streaming.oracle import NoisyOracle, Oracle, PreviousToken
 from moelab.streaming.passes import Passes
+from moelab.streaming.prefetch import Prefetcher
 from moelab.streaming.schedule import Scheduler
 from moelab.streaming.simulation import share_of_possible
 from moelab.streaming.simulator import ISSUE, simulate
 
 
 def run(
-    passes, *, size=2, slots=None, latency_s=1.0, bytes_per_s=1.0, compute_s=4.0, predictor=None, lanes=None, **more
-):
+    passes, *, size=2, slots=None, policy=Lru, latency_s=1.0, bytes_per_s=1.0, compute_s=4.0, predictor=None,
+    prefetch=None, **more,
+):  # fmt: skip
     """Small numbers: by default a read takes 1 s of latency and 2 s on the link, and a layer computes for 4 s."""
     layers = passes.layers
     cache = Cache(
@@ -24,15 +26,18 @@ def run(
         experts=passes.experts,
         slot_bytes=[size] * layers,
         budget=size * (layers * passes.experts if slots is None else slots),
-        policy=Lru(),
+        policy=policy(),
         top_k=passes.top_k,
     )
+    scheduler = Scheduler(max_inflight_bytes=10**9, p0_reserve_bytes=0)
+    if prefetch is not None:
+        more["prefetcher"] = Prefetcher(cache, scheduler, nbytes=[size] * layers, **prefetch)
     return simulate(
         passes,
         nbytes=[size] * layers,
         cache=cache,
-        scheduler=Scheduler(max_inflight_bytes=10**9, p0_reserve_bytes=0),
-        device=VirtualDevice(latency_s=latency_s, bytes_per_s=bytes_per_s, lanes=lanes),
+        scheduler=scheduler,
+        device=VirtualDevice(latency_s=latency_s, bytes_per_s=bytes_per_s),
         compute_s=compute_s,
         predictor=predictor,
         **more,
@@ -201,7 +206,7 @@ def test_prefetch_that_always_comes_late_earns_nothing():
     oracle = Oracle(routes)
 
     def half_wrong(step, layer):
-        return [(at, e, 0.5) for at, expert, _ in oracle(step, layer) for e in (expert, (expert + 31) % 64)]
+        return [c for at, e, _ in oracle(step, layer) for c in ((at, e, 0.6), (at, (e + 31) % 64, 0.4))]
 
     # A read takes ten times as long as a layer computes, so that none can come in time; half of them are wrong.
     on = run(routes, **slow, predictor=half_wrong)
@@ -218,6 +223,28 @@ def test_expired_predictions_are_not_read():
     on = run(routes, **slow, predictor=Oracle(routes), patience=0.0, threads=1)
     assert on.counters["scheduler"].expired > 0
     assert on.seconds == run(routes, **slow, threads=1).seconds
+
+
+def test_what_is_predicted_is_not_evicted_before_its_visit():
+    """A perfect oracle of the whole next pass: its reads must not displace what it names as well."""
+    rng = np.random.default_rng(0)
+    routes = Passes.of(rng.random((40, 4, 16)).argsort(-1)[..., :4].astype(np.uint16), experts=16)
+    tight = dict(slots=4 * 6, policy=LayerLfu, compute_s=9.0, predictor=Oracle(routes, lead=4), issue="async_boundary")
+    kept, lost = (run(routes, **tight, prefetch=dict(byte_budget=10**9, protect=p)) for p in (True, False))
+    assert kept.timely_recall > lost.timely_recall
+    assert kept.bytes_per_token < lost.bytes_per_token
+    assert kept.seconds < lost.seconds
+
+
+def test_a_byte_budget_and_a_threshold_hold_in_every_pass():
+    routes = fresh(layers=3, passes=9)
+    given = dict(predictor=Oracle(routes), slots=30, compute_s=50.0)
+    assert run(routes, **given, prefetch=dict(byte_budget=4)).prefetch_bytes.sum(1).tolist() == [4] * 9
+    assert run(routes, **given, prefetch=dict(byte_budget=0)).prefetch_bytes.sum() == 0
+    unsure = NoisyOracle(routes, recall=1.0, precision=0.5)
+    assert not run(routes, slots=30, predictor=unsure, prefetch=dict(byte_budget=99, threshold=0.6)).timely.any()
+    with pytest.raises(ContractError, match="prefetcher"):
+        run(routes, prefetch=dict(byte_budget=4))
 
 
 # ---------------------------------------------------------------- prompts, small caches, refusals
