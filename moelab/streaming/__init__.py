@@ -16,6 +16,7 @@ _HOMES = {
     "layout": ("ExpertLayout", "TensorSpec"),
     "store": ("ExpertStore", "open_store"),
     "engine": ("EngineOptions", "StreamingEngine"),
+    "issuing": ("Issuer",),
     "layerwise": ("LayerMajor",),
     "streamed": ("StreamedModel",),
     "device": ("Throttle", "VirtualDevice"),

@@ -40,6 +40,9 @@ class Listener(Protocol):
         `x` is evaluated, except in a turn on staged slots that needs no synchronisation (see `paths`).
         """
 
+    def ended(self, *, step: int) -> None:
+        """The pass has been evaluated to its end."""
+
 
 class Forward:
     """State of the current pass. Attributes: `memory`, `timeline`, `listeners`, `step` (passes begun), `phase`."""
@@ -76,6 +79,8 @@ class Forward:
         self.abort()
         for values, add in tallies:
             add(values)
+        for listener in self.listeners:
+            listener.ended(step=self.step)
 
     def abort(self) -> None:
         """Close the pass without evaluating: its lazy results must not be used."""

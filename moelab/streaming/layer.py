@@ -43,6 +43,9 @@ class StreamingSwitch(nn.Module):
         self._forward.depart(out)
         return out
 
+    def reset(self) -> None:
+        """A new request begins; this layer keeps nothing of the old one."""
+
     def exact(self, x: mx.array, ids: np.ndarray) -> mx.array:
         """Outputs `[..., K, H]`, lazy, for `ids [..., K]` known on the host, within a turn of the layer."""
         experts, position = distinct(ids)
@@ -87,9 +90,11 @@ class StreamingSwitch(nn.Module):
 
 
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Experts `[n]` of a visit, each once, and where each of `ids [..., K]` stands in them, `[..., K]`."""
-    if ids.size == ids.shape[-1]:  # one token: its experts are distinct already
-        return ids.reshape(-1), np.arange(ids.size).reshape(ids.shape)
+    """Experts `[n]` of a visit, each once, ascending, and where each of `ids [..., K]` stands in them, `[..., K]`."""
+    if ids.size == ids.shape[-1]:  # one token: distinct already, and sorting K numbers beats `unique`
+        row = ids.reshape(-1).tolist()
+        order = sorted(row)
+        return np.array(order), np.array([order.index(expert) for expert in row]).reshape(ids.shape)
     experts, position = np.unique(ids, return_inverse=True)
     return experts, position.reshape(ids.shape)
 

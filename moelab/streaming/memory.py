@@ -165,15 +165,16 @@ class ExpertMemory:
             self.cache.release(keys)
             self._change.notify_all()
 
-    def prefetch(self, tickets: Iterable[Ticket]) -> None:
-        """Queue speculative reads. Those already resident or on their way change nothing but their deadline."""
+    def prefetch(self, tickets: Iterable[Ticket]) -> int:
+        """Queue speculative reads of what is not resident; returns how many that were."""
         with self._change:
             self._check_open()
-            now = self.clock()
-            for ticket in tickets:
-                if self.cache.slot(ticket.key) is None:
-                    self.scheduler.submit(ticket, now)
-            self._change.notify_all()
+            now, absent = self.clock(), [ticket for ticket in tickets if self.cache.slot(ticket.key) is None]
+            for ticket in absent:
+                self.scheduler.submit(ticket, now)
+            if absent:
+                self._change.notify_all()
+        return len(absent)
 
     def expect(self, layer: int, experts: Iterable[int], *, instead_of: Iterable[int] = ()) -> None:
         """Predictions name these experts for the layer's next turn: protect them from eviction until it is over.
