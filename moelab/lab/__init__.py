@@ -16,6 +16,7 @@ _HOMES = {
     "lines": "plots",
     "bars": "plots",
     "estimates": "plots",
+    "dots": "plots",
     "heatmap": "plots",
     "contour": "plots",
     "reliability": "plots",

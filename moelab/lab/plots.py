@@ -110,6 +110,22 @@ def estimates(
     return _finish(figure, axes, hue)
 
 
+def dots(frame: pd.DataFrame, *, x: str, y: str, alt: str, hue: str, title: str = "") -> Figure:
+    """A point a row, hue values side by side and of different shape: which of many things happens where."""
+    frame = _checked(frame, [x, y], hue)
+    figure, axes = _new(alt, title)
+    order = _order(frame, hue)
+    shifts = {name: 0.6 * ((k + 0.5) / len(order) - 0.5) for k, name in enumerate(order)}
+    moved = frame.assign(**{x: frame[x] + frame[hue].map(shifts).astype(float)})
+    sns.scatterplot(
+        moved, x=x, y=y, hue=hue, hue_order=order, style=hue, style_order=order, palette=_colours(order), ax=axes, s=36
+    )
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), title=readable(hue))
+    axes.set_xlabel(readable(x))
+    axes.set_ylabel(readable(y))
+    return figure
+
+
 def heatmap(frame: pd.DataFrame, *, x: str, y: str, value: str, alt: str, title: str = "", fmt: str = ".2f") -> Figure:
     """One cell a pair (x, y), its value written inside. Raises ContractError when a pair occurs twice."""
     frame = _checked(frame, [value], None, x, y)

@@ -130,3 +130,13 @@ def test_empty_frames_duplicates_and_holes_are_refused(frame):
         plots.heatmap(twice, x="k", y="control", value="recall", alt=ALT)
     with pytest.raises(ContractError, match="a grid with holes"):
         plots.heatmap(frame[1:], x="k", y="control", value="recall", alt=ALT)
+
+
+def test_dots_stand_beside_each_other_with_the_shape_of_their_legend_entry():
+    frame = pd.DataFrame({"token": [0, 0, 1], "expert": [5, 7, 5], "policy": ["native", "anchored", "native"]})
+    axes = draw(plots.dots(frame, x="token", y="expert", hue="policy", alt=ALT))
+    points = axes.collections[0].get_offsets()
+    assert points[:, 1].tolist() == [5, 7, 5] and points[:, 0].tolist() == pytest.approx([-0.15, 0.15, 0.85])
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["native", "anchored"]
+    with pytest.raises(ContractError, match="finite"):
+        plots.dots(frame.assign(expert=np.nan), x="token", y="expert", hue="policy", alt=ALT)
