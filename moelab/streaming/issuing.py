@@ -13,91 +13,110 @@ beyond it a read not begun is given up; the visit itself withdraws it in any cas
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
-import mlx.core as mx
 import numpy as np
 
-from ..errors import ParameterError
+from ..errors import GeometryError, ParameterError
 from ..routes import DECODED
-from .forward import Forward
 from .oracle import Candidate
+from .prefetch import PrefetchCounters, Prefetcher
 from .simulator import ISSUE
-from .tickets import P1, Ticket
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from .engine import StreamingEngine
 
 __all__ = ["Issuer"]
 
 
 class Issuer:
-    """A `Listener` that turns a predictor's candidates into reads.
+    """A `Listener` that puts a predictor to work, between `start` and `stop` (or as a context manager).
 
     Args:
-        forward: of the engine; add the issuer to `forward.listeners` to put it to work.
+        engine: whose passes it follows.
         predictor: asked `(step, layer)` for the candidates `[(layer, expert, confidence)]` of a later visit; `step`
-            counts decoded passes since the issuer was made.
+            counts decoded passes since the issuer was started.
         compute_s: `[L]`, compute-only seconds of each layer, from one router's ids to the next.
         issue: one of `ISSUE`.
         tokens_ahead: whole passes to add to the horizon, for a predictor that looks a token and a layer ahead.
         patience: passes of compute.
-
-    Attributes:
-        asked, issued: predictions asked for; candidates queued that were not resident.
+        prefetcher: makes tickets of candidates, of the engine's cache and scheduler; default: of all of them, P1.
     """
 
     def __init__(
         self,
-        forward: Forward,
+        engine: StreamingEngine,
         predictor: Callable[[int, int], Sequence[Candidate] | None],
         *,
         compute_s: Sequence[float],
         issue: str = "in_forward",
         tokens_ahead: int = 0,
         patience: float = 1.0,
-        owner: str = "predictor",
+        prefetcher: Prefetcher | None = None,
     ):
         if issue not in ISSUE:
             raise ParameterError("no such issue point", field="issue", got=issue, expected=ISSUE)
-        self.forward, self.predictor, self.issue, self.owner = forward, predictor, issue, owner
-        self.tokens_ahead = tokens_ahead
-        self.layers, self.experts = forward.memory.store.layers, forward.memory.store.experts
-        self._known = np.concatenate([[0.0], np.cumsum(compute_s)])  # when each layer's ids are known, in a pass
-        self._patience = math.inf if issue == "step_boundary" else patience * float(self._known[-1])
-        self._begun = -1  # decoded passes begun since the issuer was made
-        self.asked = self.issued = 0
+        if len(compute_s) != engine.store.layers or min(compute_s) < 0:
+            raise GeometryError(
+                "one time a layer", field="compute_s", got=list(compute_s), expected=f"{engine.store.layers} of >= 0"
+            )
+        self.forward, self.memory, self.predictor = engine.forward, engine.memory, predictor
+        self.issue, self.layers = issue, engine.store.layers
+        self.passes_ahead = tokens_ahead if issue == "in_forward" else 0
+        self.prefetcher = prefetcher or Prefetcher(
+            engine.cache, engine.scheduler, byte_budget=1 << 62,
+            nbytes=[engine.store.nbytes(layer) for layer in range(self.layers)],
+        )  # fmt: skip
+        self._known = [0.0, *itertools.accumulate(compute_s)]  # when each layer's ids are known, in a pass
+        self._patience = math.inf if issue == "step_boundary" else patience * self._known[-1]
+        self._step = -1
+
+    def start(self) -> Self:
+        self._step = -1
+        self.forward.listeners.append(self)
+        self.memory.observers.append(self.prefetcher.observe)
+        return self
+
+    def stop(self) -> PrefetchCounters:
+        """Take it off again; what was prefetched and not used by now is wasted. Its counters."""
+        self.forward.listeners.remove(self)
+        self.memory.observers.remove(self.prefetcher.observe)
+        return self.prefetcher.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *details: Any) -> None:
+        self.stop()
 
     def routed(self, *, step: int, layer: int, ids: np.ndarray, x: mx.array, now: float) -> None:
         if self.forward.phase != DECODED:
             return
         if layer == 0:
-            self._begun += 1
+            self._step += 1
+            self.prefetcher.begin_step()
         if self.issue == "in_forward":
-            self._queue(self.predictor(self._begun, layer), layer, now)
+            self._ask(layer, layer, now)
 
     def ended(self, *, step: int) -> None:
-        if self.issue == "in_forward" or self._begun < 0:
+        if self.issue == "in_forward" or self._step < 0:
             return
-        now = self.forward.memory.clock()
         for layer in range(self.layers):
-            self._queue(self.predictor(self._begun, layer), self.layers - 1, now)
+            self._ask(layer, self.layers - 1, self.memory.clock())
         if self.issue == "step_boundary":
-            self.forward.memory.drain()
+            self.memory.drain()
 
-    def _queue(self, candidates: Sequence[Candidate] | None, layer: int, now: float) -> None:
-        """Queue reads for the next visit of each candidate's layer after the visit of `layer` that has begun."""
-        memory = self.forward.memory
-        self.asked += 1
-        tickets = []
-        for target, expert, confidence in candidates or ():
-            wraps = target <= layer
-            ahead = self._known[target] - self._known[layer] + wraps * self._known[-1]
-            if self.issue == "in_forward":
-                ahead += self.tokens_ahead * self._known[-1]
-            tickets.append(
-                Ticket(
-                    key=target * self.experts + expert, layer=target, priority=P1, owner=self.owner,
-                    generation=self._begun, deadline=now + float(ahead) + self._patience,
-                    nbytes=memory.store.nbytes(target), confidence=confidence,
-                )  # fmt: skip
-            )
-        self.issued += memory.prefetch(tickets)
+    def _ask(self, layer: int, last: int, now: float) -> None:
+        """Ask for `layer` when the visit of layer `last` has begun; a candidate's visit is the next of its layer."""
+
+        def due(target: int) -> float:
+            wait = self._known[target] - self._known[last] + self._known[-1] * (self.passes_ahead + (target <= last))
+            return now + wait + self._patience
+
+        if candidates := self.predictor(self._step, layer):
+            self.memory.predict(self.prefetcher, candidates, due=due, passes_ahead=self.passes_ahead)

@@ -32,6 +32,8 @@ from .store import ExpertStore
 
 if TYPE_CHECKING:
     from .fill import Fill
+    from .oracle import Candidate
+    from .prefetch import Prefetcher
 
 __all__ = ["Demand", "ExpertMemory"]
 
@@ -71,6 +73,7 @@ class ExpertMemory:
         slabs: one a pool of the cache.
         prefetch_error: the last error of a speculative read, None if there was none.
         prefetch_errors: how many there were.
+        observers: told of every visit's keys and hits, with the lock held (`Prefetcher.observe`).
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class ExpertMemory:
         self.slabs = [Slab(pools[pool], cache.pool_slots[pool]) for pool in range(len(pools))]
         self.prefetch_error: BaseException | None = None
         self.prefetch_errors = 0
+        self.observers: list[Callable[[list[int], list[bool]], None]] = []
         self._change = threading.Condition(threading.Lock())
         self._reads = 0  # in progress
         self._failed: dict[int, BaseException] = {}
@@ -122,6 +126,8 @@ class ExpertMemory:
         with self._change:
             self._check_open()
             hits = self.cache.visit(layer, keys, phase=phase)
+            for observe in self.observers:
+                observe(keys, hits)
             demand = Demand(self, layer, keys, hits, np.full(len(keys), -1, np.int32))
             now = self.clock()
             for place, (key, hit) in enumerate(zip(keys, hits, strict=True)):
@@ -131,6 +137,7 @@ class ExpertMemory:
                     demand.waiting.add(key)
                     self._failed.pop(key, None)
                     self.scheduler.submit(self._ticket(key, layer, P0, now), now)
+            self.scheduler.cancel_stale(self.cache.now)
             if len(demand.waiting) > 1:
                 self._change.notify_all()
         return demand
@@ -165,16 +172,23 @@ class ExpertMemory:
             self.cache.release(keys)
             self._change.notify_all()
 
-    def prefetch(self, tickets: Iterable[Ticket]) -> int:
-        """Queue speculative reads of what is not resident; returns how many that were."""
+    def predict(
+        self,
+        prefetcher: Prefetcher,
+        candidates: Iterable[Candidate],
+        *,
+        due: Callable[[int], float] | None = None,
+        passes_ahead: int = 0,
+    ) -> None:
+        """Queue what a prefetcher makes of a predictor's candidates (arguments as `Prefetcher.tickets`)."""
         with self._change:
             self._check_open()
-            now, absent = self.clock(), [ticket for ticket in tickets if self.cache.slot(ticket.key) is None]
-            for ticket in absent:
+            now = self.clock()
+            tickets = prefetcher.tickets(candidates, now, due=due, passes_ahead=passes_ahead)
+            for ticket in tickets:
                 self.scheduler.submit(ticket, now)
-            if absent:
+            if tickets:
                 self._change.notify_all()
-        return len(absent)
 
     def expect(self, layer: int, experts: Iterable[int], *, instead_of: Iterable[int] = ()) -> None:
         """Predictions name these experts for the layer's next turn: protect them from eviction until it is over.
