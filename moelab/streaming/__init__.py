@@ -6,7 +6,18 @@ Names are imported on first use: the pure parts (cache, schedule, device, simula
 from importlib import import_module
 
 _HOMES = {
-    "eviction": ("POLICIES", "ExpectedNextUse", "HotPin", "LayerLfu", "LayerStaleness", "Lru", "Policy", "policy"),
+    "eviction": (
+        "DEFAULT",
+        "POLICIES",
+        "ExpectedNextUse",
+        "HotPin",
+        "LayerLfu",
+        "LayerStaleness",
+        "Lru",
+        "Policy",
+        "RecentLfu",
+        "policy",
+    ),
     "cache": ("Cache", "Grant"),
     "counters": ("Counters",),
     "prefetch": ("PrefetchCounters", "Prefetcher"),

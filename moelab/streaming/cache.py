@@ -136,10 +136,10 @@ class Cache:
         return part.limit - part.pinned - others
 
     def groups(self, layer: int, keys: Sequence[int]) -> list[list[int]]:
-        """The keys in parts that fit one after the other: residents first, so that they are used before they go.
+        """The keys in parts that fit one after the other; as they are, if they fit at once.
 
-        Visit, compute, evaluate and release one group before the next; visiting the same layer again continues
-        the visit.
+        Otherwise residents come first, so that they are used before they go. Visit, compute, evaluate and release
+        one group before the next; visiting the same layer again continues the visit.
 
         Raises:
             ContractError: others hold every slot.
@@ -147,6 +147,8 @@ class Cache:
         room = self.room(layer)
         if room < 1:
             raise ContractError("no slot is left", field="layer", got=layer, expected="leases released before")
+        if len(keys) <= room:
+            return [list(keys)] if keys else []
         ordered = sorted(keys, key=lambda key: key not in self._slot)
         return [ordered[at : at + room] for at in range(0, len(ordered), room)]
 

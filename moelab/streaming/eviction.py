@@ -22,7 +22,19 @@ from ..errors import ContractError
 from .hotpin import HotPin
 from .ranking import Policy, Ranked
 
-__all__ = ["POLICIES", "ExpectedNextUse", "HotPin", "LayerLfu", "LayerStaleness", "Lru", "Policy", "Ranked", "policy"]
+__all__ = [
+    "DEFAULT",
+    "POLICIES",
+    "ExpectedNextUse",
+    "HotPin",
+    "LayerLfu",
+    "LayerStaleness",
+    "Lru",
+    "Policy",
+    "Ranked",
+    "RecentLfu",
+    "policy",
+]
 
 
 class Lru(Policy):
@@ -61,20 +73,52 @@ class LayerLfu(Ranked):
 
     name = "layer-lfu"
     partitioned = True
+    decay = 1.0
 
     def begin(self, layers, experts):
         super().begin(layers, experts)
-        self.uses: dict[int, int] = defaultdict(int)
-        self.stamp = 0
+        self.uses: dict[int, float] = defaultdict(float)
+        self.weight = 1.0  # of a use now: instead of decaying all counts, later uses weigh more
+        self.stamp, self.last = 0, -1
 
     def touch(self, visit, keys):
+        if visit != self.last:  # a visit may come in groups
+            self.last = visit
+            self.weight /= self.decay
+            if self.weight > 1e200:
+                self._rescale()
         for key in keys:
-            self.uses[key] += 1
+            self.uses[key] += self.weight
             self.insert(key)
 
     def insert(self, key):
         self.stamp += 1
         self.put(key, (self.uses[key], self.stamp))
+
+    def _rescale(self):
+        by, self.weight = 1 / self.weight, 1.0
+        for key in self.uses:
+            self.uses[key] *= by
+        for key, (_, stamp) in list(self.rank.items()):
+            self.put(key, (self.uses[key], stamp))
+
+
+class RecentLfu(LayerLfu):
+    """As `LayerLfu`, with counts that decay in each pass of the layer: a new subject is not held against an old one.
+
+    The engine's default: fewer bytes than LRU on every trace and budget tried. On one prompt it reads what `LayerLfu`
+    does (±1.5 %); over many threads on end, counts for ever come to lose to LRU at large budgets.
+
+    Args:
+        decay: per pass, in (0, 1].
+    """
+
+    name = "recent-lfu"
+
+    def __init__(self, *, decay: float = 0.97):
+        if not 0 < decay <= 1:
+            raise ContractError("no such decay", field="decay", got=decay, expected="inside (0, 1]")
+        self.decay = decay
 
 
 class LayerStaleness(Policy):
@@ -205,8 +249,11 @@ class ExpectedNextUse(Policy):
         self.held[key] = False
 
 
-POLICIES = {policy.name: policy for policy in (Lru, LayerLfu, LayerStaleness, ExpectedNextUse, HotPin)}
+POLICIES = {policy.name: policy for policy in (Lru, LayerLfu, RecentLfu, LayerStaleness, ExpectedNextUse, HotPin)}
 """Name -> class."""
+
+DEFAULT = RecentLfu.name
+"""What the engine uses unless told otherwise."""
 
 
 def policy(name: str, **options: float) -> Policy:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moelab.errors import ContractError
-from moelab.streaming.eviction import POLICIES, HotPin, LayerStaleness, Lru, policy
+from moelab.streaming.eviction import POLICIES, HotPin, LayerLfu, LayerStaleness, Lru, RecentLfu, policy
 
 L, E = 3, 4
 
@@ -106,6 +106,27 @@ def test_a_visit_in_groups_is_one_visit(name):
         parts.touch(visit, keys[cut:])
         if visit % 7 == 6:
             assert whole.victim(visit, frozenset(keys)) == parts.victim(visit, frozenset(keys))
+
+
+def test_recent_counts_outlast_their_scale():
+    """A long run multiplies the weight of a use beyond any float; only ratios matter."""
+    short, long = begun(RecentLfu(decay=0.5)), begun(RecentLfu(decay=0.5))
+    for visit in range(0, 2000 * L, L):  # 0.5 ** -2000 is no float
+        long.touch(visit, [visit // L % 3])
+    assert long.weight < 1e200 and all(np.isfinite(n) for n in long.uses.values())
+    for visit in range(0, 50 * L, L):
+        short.touch(visit, [(visit // L + 1950) % 3])
+    assert drain(long, 2000 * L) == drain(short, 50 * L)
+
+
+def test_an_old_subject_is_forgotten():
+    first = {}
+    for which in (LayerLfu(), RecentLfu(decay=0.9)):
+        which.begin(L, E)
+        for at, key in enumerate([0] * 30 + [1] * 20):
+            which.touch(at * L, [key])
+        first[which.name] = which.victim(50 * L, frozenset())
+    assert first == {"layer-lfu": 1, "recent-lfu": 0}
 
 
 def test_heaps_do_not_grow_with_the_run():

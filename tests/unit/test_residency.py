@@ -8,7 +8,7 @@ import pytest
 from moelab.errors import ContractError, GeometryError
 from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
-from moelab.streaming.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru
+from moelab.streaming.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru, RecentLfu
 
 L, E, K = 3, 8, 2
 SIZES = np.array([5, 7, 4])
@@ -60,7 +60,7 @@ def slow(policy, visits, budget):
     def badness(key, v):
         if policy.name == "lru":
             return (-last[key],)
-        if policy.name == "layer-lfu":
+        if policy.name in ("layer-lfu", "recent-lfu"):
             return (-uses[key], -last[key])
         if policy.name == "opt":
             return (next_use(key, v), -key)
@@ -89,7 +89,7 @@ def slow(policy, visits, budget):
             clock += 1
             held.add(key)
             last[key] = clock
-            uses[key] = uses.get(key, 0) + 1
+            uses[key] = uses.get(key, 0) + policy.decay ** -(v // L) if policy.partitioned else uses.get(key, 0) + 1
             used_at[key] = v
             if policy.name == "hot-pin":
                 counts[key] = counts.get(key, 0) * policy.decay + 1
@@ -117,6 +117,7 @@ POLICIES = [
     Lru(),
     LayerLfu(),
     ExpectedNextUse(decay=0.8),
+    RecentLfu(decay=0.5),  # a power of two: counts that tie by hand tie in floats
     LayerStaleness(),
     HotPin(hot_per_layer=2, decay=0.9, update_interval=3),
     HotPin(hot_per_layer=0),
