@@ -30,8 +30,9 @@ from .cache import Cache
 from .device import VirtualDevice
 from .eviction import policy
 from .forward import Forward
-from .layer import StreamingSwitch
+from .install import hot_options, install, slots_beside, with_top_k
 from .memory import ExpertMemory
+from .options import LayerOptions
 from .schedule import Scheduler
 from .skeleton import Skeleton, drop_experts, skeleton
 from .slab import TYPES
@@ -47,32 +48,43 @@ class EngineOptions:
     """How a model is streamed. Bytes are bytes, times seconds.
 
     Attributes:
-        cache_bytes: of expert slots; None = what `memory_budget_bytes` leaves.
-        policy: eviction policy by name (`eviction.POLICIES`).
+        cache_bytes: of all expert slots, also those beside the cache; None = what `memory_budget_bytes` leaves.
+        policy: eviction policy by name (`eviction.POLICIES`); None = "layer-lfu", "hot-pin" if `layer` asks for pins.
         precision: of weights and activations, as in `models.load`.
         reader: "auto", "o_direct", "buffered" or "mmap" (`store.open_store`).
         device: a declared disk that every read is slowed to; None = this machine's own.
-        threads: reader threads beside the computing one.
-        max_inflight_bytes: speculative bytes in progress at most; None = two slots a thread.
+        threads: reader threads beside the computing one; None = 4, or what `layer` says.
+        max_inflight_bytes: bytes of reads in progress at most; None = two slots a thread, or what `layer` says.
         reserve_bytes: of the budget, for attention caches and activations.
         allocator_cache_bytes: freed buffers that mlx may keep for reuse.
         below_cycle: allow a cache smaller than the experts of one token.
         prefill_step_size: prompt tokens a pass, as in mlx-lm.
+        layer: staged slots, pins and prefill windows (`options`); None = the exact path alone.
     """
 
     cache_bytes: int | None = None
-    policy: str = "layer-lfu"
+    policy: str | None = None
     precision: str = "float32"
     reader: str = "auto"
     device: VirtualDevice | None = None
-    threads: int = 4
+    threads: int | None = None
     max_inflight_bytes: int | None = None
     reserve_bytes: int = 64 * MiB
     allocator_cache_bytes: int = 32 * MiB
     below_cycle: bool = False
     prefill_step_size: int = 2048
+    layer: LayerOptions | None = None
 
     def __post_init__(self):
+        pins = self.layer is not None and self.layer.hot_per_layer > 0
+        if self.policy is None:
+            object.__setattr__(self, "policy", "hot-pin" if pins else "layer-lfu")
+        elif pins and self.policy != "hot-pin":
+            raise ParameterError(
+                "only one policy pins", field="policy", got=self.policy, expected="hot-pin, or None, with hot_per_layer"
+            )
+        if self.threads is None:
+            object.__setattr__(self, "threads", 4 if self.layer is None else self.layer.load_threads)
         for name in ("threads", "reserve_bytes", "allocator_cache_bytes", "prefill_step_size"):
             if getattr(self, name) < (1 if name in ("threads", "prefill_step_size") else 0):
                 raise ParameterError("out of range", field=name, got=getattr(self, name), expected="positive")
@@ -87,6 +99,7 @@ class StreamingEngine:
         loaded: the model as the rest of moelab knows it (`models.LoadedModel`); its switch layers stream.
         store, cache, scheduler, memory: the rooms below.
         forward: passes, listeners and the timeline.
+        switches: the streamed layers, in the order of `loaded.blocks`.
         options: as given.
         base_bytes: resident set when everything but the slots was loaded.
     """
@@ -95,8 +108,7 @@ class StreamingEngine:
         self.loaded, self.memory, self.options, self.base_bytes = loaded, memory, options, base_bytes
         self.store, self.cache, self.scheduler = memory.store, memory.cache, memory.scheduler
         self.forward = Forward(memory)
-        for index, block in enumerate(loaded.blocks):
-            setattr(block.switch_owner, block.switch_name, StreamingSwitch(block.switch, index, self.forward))
+        self.switches = install(loaded.blocks, self.forward, options.layer)
 
     @classmethod
     def load(
@@ -109,7 +121,8 @@ class StreamingEngine:
 
         Args:
             model: a pack folder, or what `models.load` takes.
-            memory_budget_bytes: resident set of the whole process at most. Needed unless `options.cache_bytes` is set.
+            memory_budget_bytes: resident set of the whole process at most. Needed unless `options.cache_bytes` is set,
+                or `options.layer`, whose `cache_slots` then are the budget.
 
         Raises:
             ParameterError: neither budget given.
@@ -117,13 +130,16 @@ class StreamingEngine:
             UnsupportedModelError, StoreError: the checkpoint cannot be read, or not in place (then `moelab pack`).
         """
         options = EngineOptions() if options is None else options
-        if (memory_budget_bytes is None) == (options.cache_bytes is None):
+        given = [size for size in (memory_budget_bytes, options.cache_bytes) if size is not None]
+        if len(given) != 1 and (given or options.layer is None):
             raise ParameterError(
                 "one budget is needed", field="memory_budget_bytes, options.cache_bytes",
                 got=(memory_budget_bytes, options.cache_bytes), expected="exactly one of them",
             )  # fmt: skip
         mx.set_cache_limit(options.allocator_cache_bytes)
         frame = skeleton(model)
+        if options.layer is not None and options.layer.top_k is not None:
+            frame = with_top_k(frame, options.layer.top_k)
         geometry = measure(frame.blocks)
         cast(frame.network, options.precision)
         widen_experts(frame.blocks, frame.path, allowed=False)
@@ -140,7 +156,11 @@ class StreamingEngine:
             gc.collect()
             mx.clear_cache()
             base = psutil.Process().memory_info().rss
-            budget = options.cache_bytes or room(memory_budget_bytes, base, options.reserve_bytes)
+            if given:
+                budget = options.cache_bytes or room(memory_budget_bytes, base, options.reserve_bytes)
+            else:
+                slot = max(layout.slot_bytes for layout in store.layouts)
+                budget = options.layer.cache_slots * slot + slots_beside(options.layer, store)
             memory = expert_memory(store, geometry, options, budget)
         except BaseException:
             store.close()
@@ -182,6 +202,8 @@ class StreamingEngine:
     def reset(self) -> None:
         """Forget what belongs to a request. Residents stay: the cache is warm for the next one."""
         self.memory.reset_request()
+        for switch in self.switches:
+            switch.reset()
 
     def close(self) -> None:
         self.memory.close()
@@ -219,16 +241,28 @@ def check_layouts(frame: Skeleton, store: ExpertStore) -> None:
 
 
 def expert_memory(store: ExpertStore, geometry: MoEGeometry, options: EngineOptions, budget: int) -> ExpertMemory:
-    """Cache, scheduler and threads for a store within `budget` bytes of slots."""
-    slot_bytes = [layout.slot_bytes for layout in store.layouts]
+    """Cache, scheduler and threads for a store; `budget` bytes are all expert slots, also those beside the cache."""
+    slot_bytes, layer = [layout.slot_bytes for layout in store.layouts], options.layer
+    beside = slots_beside(layer, store)
+    if beside >= budget:
+        raise ContractError(
+            "staged slots and prefill windows leave nothing for the cache", field="budget", got=budget,
+            expected=f"> {beside}", fix="raise the budget, or stage fewer",
+        )  # fmt: skip
+    pins = hot_options(layer) if layer is not None and layer.hot_per_layer else {}
     cache = Cache(
         layers=store.layers,
         experts=store.experts,
         top_k=geometry.top_k,
         slot_bytes=slot_bytes,
-        budget=budget,
-        policy=policy(options.policy),
+        budget=budget - beside,
+        policy=policy(options.policy, **pins),
         below_cycle=options.below_cycle,
     )
-    inflight = options.max_inflight_bytes or 2 * options.threads * max(slot_bytes)
-    return ExpertMemory(store, cache, Scheduler(max_inflight_bytes=inflight), threads=options.threads)
+    demand = options.threads * max(slot_bytes)
+    early = demand if layer is None else min(layer.prefetch_threads, layer.prefetch_cap) * max(slot_bytes)
+    if options.max_inflight_bytes is None:
+        scheduler = Scheduler(max_inflight_bytes=demand + early, p0_reserve_bytes=demand)
+    else:
+        scheduler = Scheduler(max_inflight_bytes=options.max_inflight_bytes)
+    return ExpertMemory(store, cache, scheduler, threads=options.threads)

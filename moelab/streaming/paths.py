@@ -80,6 +80,10 @@ class StagedSwitch(StreamingSwitch):
 
     def __call__(self, x: mx.array, indices: mx.array | np.ndarray | None = None) -> mx.array:
         self._forward.enter()
+        if indices is not None and self.options.top_k not in (None, indices.shape[-1]):
+            raise GeometryError(
+                "another number of experts a token", field="top_k", got=indices.shape[-1], expected=self.options.top_k
+            )
         if self._forward.phase == DECODED and self.staged is not None:
             if (rows := self.staged.serving()) is not None:
                 return self._on_staged(x, indices, rows)
@@ -129,6 +133,8 @@ class StagedSwitch(StreamingSwitch):
         """A new request begins: nothing is staged or predicted."""
         if self.staged is not None:
             self.staged.reset()
+        if self._window is not None:
+            self._window.reset()
         self.predict(())
 
     # ------------------------------------------------------------------ paths
@@ -188,7 +194,12 @@ class StagedSwitch(StreamingSwitch):
         """Slots looked up on the device; what is not staged gives nothing, or what the anchor gives."""
         slots = rows.device[indices]
         missing, out = slots < 0, self._run(self.staged.stack, x, mx.maximum(slots, 0))
-        stand_in = mx.zeros((), out.dtype) if self._anchor is None else self._anchor(x)[..., None, :]
+        stand_in = mx.zeros((), out.dtype) if self.options.on_missing == "zero" else self._anchor(x)[..., None, :]
+        if stand_in.ndim and stand_in.shape[-1] != out.shape[-1]:
+            raise GeometryError(
+                "the anchor has another width than the experts", field="anchor", got=stand_in.shape[-1],
+                expected=out.shape[-1],
+            )  # fmt: skip
         out = mx.where(missing[..., None], stand_in, out)
         self.staged.use(rows)
         self._forward.depart(out, then=self.staged.stack.release)

@@ -69,6 +69,8 @@ class PrefillWindow:
         Call it after the layer's synchronisation: the window of the layer before has been used by then.
         """
         self._in_service = None
+        for other in [other for other in self._filling if other != layer]:  # of a pass that was cut short
+            self._filling.pop(other).cancel()
         if layer not in self._filling:
             self._begin(layer)
         filling = self._filling.pop(layer, None)

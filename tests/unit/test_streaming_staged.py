@@ -379,7 +379,8 @@ def test_a_route_known_on_the_host_needs_no_synchronisation():
 
 @pytest.mark.parametrize("own, call", [
     ({}, mx.array(IDS)), ({}, IDS), ({}, mx.array(MIXED)), ({}, mx.array(OTHER)),
-    ({"on_missing": "zero"}, mx.array(MIXED)), ({"staged_replace": True}, None), ({"full_layer_prefill": True}, mx.array(MIXED)),
+    ({"on_missing": "zero"}, mx.array(MIXED)), ({"staged_replace": True}, None),
+    ({"full_layer_prefill": True}, mx.array(MIXED)),
 ])  # fmt: skip
 @pytest.mark.parametrize("phase", [DECODED, PREFILLED])
 def test_every_route_is_told_to_listeners_once(own, call, phase):
@@ -392,12 +393,15 @@ def test_every_route_is_told_to_listeners_once(own, call, phase):
         def routed(self, *, step, layer, ids, x, now):
             self.heard.append((step, layer, np.array(ids).tolist(), x.shape))
 
+        def ended(self, *, step):
+            self.heard.append(step)
+
     with world(**own) as made:
         made.forward.listeners, Ear.heard = [Ear()], []
         one(made)[1].stage(SET)
         made._alone(phase, X, call, 0)
         want = [[SET]] if call is None else np.array(call).tolist()
-        assert Ear.heard == [(0, 0, want, X.shape)]
+        assert Ear.heard == [(0, 0, want, X.shape), 0]
 
 
 # ---------------------------------------------------------------- the lazy hazard
