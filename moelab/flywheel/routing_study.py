@@ -273,14 +273,11 @@ class _Judge:
         return rows
 
     def fallbacks(self, weights: torch.Tensor, available: torch.Tensor):
-        """Outputs `[R, H]` of each way to do without: zero, promoted weights, and a dense anchor that stands in."""
-        for mode, mass in (("zero", "keep"), ("promote", "promote")):
+        """Outputs `[R, H]` of each way to do without: zero, promoted weights, and the anchor in the expert's place."""
+        for mode, mass in (("zero", "keep"), ("promote", "promote"), ("anchor", "keep")):
             found = degrade(self.tokens.ids, weights, available, mass=mass)
-            yield mode, self.tokens.output - self._short(found)
-        if self.layer.dense is not None:
-            found = degrade(self.tokens.ids, weights, available)
-            rest = (weights.sum(-1) - found.weights.sum(-1))[:, None]
-            yield "anchor", self.tokens.output - self._short(found) + rest * self.tokens.anchor
+            output = self.tokens.output - self._short(found)
+            yield mode, output + found.lost[:, None] * self.tokens.anchor if mode == "anchor" else output
 
     def _short(self, found) -> torch.Tensor:
         """`[R, H]` what the degraded route lacks of the full one."""

@@ -18,7 +18,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-
 SORT_AT_MOST = 4096
 """Scores up to which one stable sort is faster than a pass over the bank for every slot."""
 

@@ -5,11 +5,12 @@ expert, if there is one, as the anchor $a$. Some of the K are unavailable. The c
 before anything runs, moves the survivors up, tries no other expert and drops no token. What becomes of the
 weight of the missing ones is a named choice:
 
-    keep      survivors keep their weights: the anchor stands in with nothing beside its own output
+    keep      survivors keep their weights, and `lost` says what is missing; the caller may give it to the
+              anchor (`lost * a`, the anchor stands in for the expert) or to nothing
     promote   survivors share it in proportion, so that the token's total stays (a lone survivor gets all)
 
-`promote` is the rule for weights that sum to 1, where a missing part would scale the output down. With a
-shared expert that runs anyway the total means less, and the two are measured against each other.
+`promote` is the rule for specialists that are whole answers, mixed by weights that sum to 1. The experts of a
+mixture-of-experts layer were trained to be added, each at its own weight; notebook 82 measures all three.
 
 In the shape descriptions, `T` is the tokens, `K` the experts of each and `N` all experts of the layer.
 """
@@ -39,12 +40,14 @@ class DegradedRoutes:
     weights: `[T, K]` their weights, exactly 0 in inactive slots.
     mask: `[T, K]` True where a slot runs an expert.
     missing: `[T]` i64 experts that were taken out of each token.
+    lost: `[T]` the weight that nobody has now: the sum of `weights` given less that of those left.
     """
 
     ids: Tensor
     weights: Tensor
     mask: Tensor
     missing: Tensor
+    lost: Tensor
 
     @property
     def anchor_mask(self) -> Tensor:
@@ -81,11 +84,12 @@ def degrade(ids: Tensor, weights: Tensor, expert_availability: Tensor, *, mass: 
     routes = PromoteSurvivorsCapacity()(asked, expert_availability=available).effective_routes
     mask, kept = routes.slot_mask[0], routes.slot_scores[0]
     missing = mask.shape[-1] - routes.route_arity[0]
+    short, total = missing[:, None] > 0, weights.double().sum(-1, keepdim=True)
     if mass == "promote":
-        total, left = (values.double().sum(-1, keepdim=True) for values in (weights, kept))
-        grown = kept * torch.where((missing[:, None] > 0) & (left > 0), total / left, 1.0)
-        kept = grown.to(weights.dtype)
-    return DegradedRoutes((routes.slot_indices[0] - 1).where(mask, 0), kept, mask, missing)
+        left = kept.double().sum(-1, keepdim=True)
+        kept = (kept * torch.where(short & (left > 0), total / left, 1.0)).to(weights.dtype)
+    lost = torch.where(short, total - kept.double().sum(-1, keepdim=True), 0.0)[:, 0].to(weights.dtype)
+    return DegradedRoutes((routes.slot_indices[0] - 1).where(mask, 0), kept, mask, missing, lost)
 
 
 @lru_cache

@@ -79,7 +79,7 @@ def test_more_of_the_routers_choice_leaves_less_error(figures):
 def test_late_experts(figures, options):
     late = figures["late"]
     modes = {row["mode"] for row in late}
-    assert modes == {"exact", "zero", "promote"} | ({"anchor"} if figures["anchor"] == "dense" else set())
+    assert modes == {"exact", "zero", "promote", "anchor"}
     for row in late:
         if row["mode"] == "exact":
             assert row["loss"]["value"] == 0 and row["time"]["value"] >= 1

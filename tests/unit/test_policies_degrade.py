@@ -55,6 +55,9 @@ def test_against_the_oracle(mass, given_routes):
         assert found.weights[token, :count].tolist() == pytest.approx([w for _, w in expected], rel=1e-6)
         assert not found.weights[token, count:].any() and not found.ids[token, count:].any()
         assert found.missing[token] == ids.shape[1] - count
+        lost = weights[token].sum().item() - math.fsum(w for _, w in expected) if count < ids.shape[1] else 0.0
+        # eighths are exact; a grown weight is rounded to float32 once
+        assert found.lost[token].item() == pytest.approx(lost, abs=1e-6)
         assert bool(found.anchor_mask[token]) == (count == 0)
 
 
@@ -63,6 +66,7 @@ def test_nothing_missing_changes_no_bit():
     for mass in ("keep", "promote"):
         found = degrade(ids, weights, torch.ones(4, dtype=torch.bool), mass=mass)
         assert torch.equal(found.ids, ids) and torch.equal(found.weights, weights)
+        assert found.lost.tolist() == [0.0]
 
 
 def test_a_lone_survivor_gets_the_whole_weight_when_promoted():

@@ -17,7 +17,7 @@ from moelab.policies import (
     OverflowToAnchorCapacity,
 )
 from moelab.policies import compatibility as compatibility_module
-from moelab.policies.decisions import rank
+from moelab.policies.decisions import SORT_AT_MOST, rank
 
 IDS = ("a:0", "a:1", "b:0", "b:1")
 GROUPED = CompatibilityTop2Selection(CompatibilityIndex.from_groups(IDS, ("a", "a", "b", "b")))
@@ -209,3 +209,39 @@ def test_bad_indices_are_refused():
 def test_top1_overflow_is_for_top1_only():
     pair = AnchorVetoTop2Selection()(torch.ones(1, 1, 4), expert_ids=IDS)
     refused(lambda: OverflowToAnchorCapacity()(pair, expert_availability=None), "decision", "TopKDecision")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_small_and_large_banks_rank_alike(dtype):
+    # Quarters tie often; the large bank takes the pass for every slot, its rows one by one the stable sort.
+    bank = torch.randint(-8, 8, (1, 200, 65), generator=torch.Generator().manual_seed(0)).to(dtype) / 4
+    bank[..., 0] = 0
+    assert bank.numel() > SORT_AT_MOST >= bank[:, :1].numel()
+    for slots in (1, 2, 5):
+        rows = torch.cat([rank(bank[:, t : t + 1], slots) for t in range(200)], dim=1)
+        assert torch.equal(rank(bank, slots), rows)
+
+
+def test_what_is_ruled_out_never_runs():
+    for tokens in (1, 200):  # a small and a large bank
+        bank = torch.full((1, tokens, 65), -torch.inf)
+        bank[..., 0] = 0
+        bank[..., 3] = 1
+        for policy in (AnchoredTop1Selection(), AdaptiveTop1Top2Selection(), DynamicKSelection(4)):
+            chosen = policy.choose(bank).view(tokens, -1)
+            assert (chosen[:, 0] == 3).all() and not chosen[:, 1:].any()
+        assert not AnchorVetoTop2Selection().choose(bank).any()
+
+
+def test_large_finite_scores_are_finite():
+    scores = torch.full((1, 1, 4), 60000.0, dtype=torch.float16)  # their sum is not
+    assert AnchoredTop1Selection()(scores, expert_ids=tuple("abcd")).selected_indices.tolist() == [[1]]
+
+
+def test_ids_that_were_right_once_are_checked_again():
+    scores = torch.zeros(1, 1, 2)
+    AnchoredTop1Selection()(scores, expert_ids=("a", "b"))
+    for ids in (("a", "a"), ("a", ["b"]), ("a", 1)):
+        for _ in range(2):
+            with pytest.raises(PolicyError, match="expert_ids"):
+                AnchoredTop1Selection()(scores, expert_ids=ids)

@@ -9,6 +9,9 @@ import torch
 from moelab.errors import GeometryError, PolicyError
 from moelab.policies import AnchoredTop1Selection, OverflowToAnchorCapacity
 from moelab.specialists import CacheAvailability, available_by_token, available_now
+from moelab.streaming.cache import Cache
+from moelab.streaming.device import VirtualDevice
+from moelab.streaming.eviction import Lru
 
 
 class Held:
@@ -60,6 +63,25 @@ def test_it_feeds_a_policy():
     decision = AnchoredTop1Selection()(torch.tensor([[[0.1, 0.9], [0.9, 0.1]]]), expert_ids=ids)
     routes = OverflowToAnchorCapacity()(decision, expert_availability=ask(7, ids)).effective_routes
     assert routes.selected_indices.tolist() == [[0, 1]]
+
+
+def test_a_streaming_cache_answers():
+    cache = Cache(layers=2, experts=4, slot_bytes=(64, 64), budget=512, policy=Lru(), top_k=2)
+    for key in (5, 7):  # of layer 1
+        cache.reserve(key, speculative=False)
+    cache.settle(7)
+    before = cache.counters()
+    assert available_now(cache, 1, 4).tolist() == [False, False, False, True], "in flight is not there yet"
+    assert available_now(cache, 1, 4, arrivals={5: 1.0}, deadline=1.0).tolist() == [False, True, False, True]
+    assert CacheAvailability(cache, 4)(0, tuple("abcd")).tolist() == [False] * 4
+    assert cache.counters() == before, "asking is not using"
+
+
+def test_arrivals_as_a_device_books_them():
+    device = VirtualDevice(latency_s=0.5, bytes_per_s=100.0)
+    arrivals = {key: device.book(0.0, 100)[1] for key in (4, 6)}
+    assert arrivals == {4: 1.5, 6: 2.5}
+    assert available_now(Held(), 1, 4, arrivals=arrivals, deadline=2.0).tolist() == [True, False, False, False]
 
 
 def test_bad_input_is_named():

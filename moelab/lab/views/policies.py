@@ -107,7 +107,10 @@ def routing_bytes(found: Figures) -> pd.DataFrame:
 
 
 def routing_frontier(figures: Mapping[str, Any]) -> pd.DataFrame:
-    """Loss against bytes of one model, a point a policy and budget; in kB, and never 0 for a logarithmic axis."""
+    """Loss against bytes of one model, a point a policy and budget; in kB, and never 0 for a logarithmic axis.
+
+    Without the policies that look at part of the bank only: ten lines can be told apart.
+    """
     return pd.DataFrame(
         [
             {
@@ -117,7 +120,7 @@ def routing_frontier(figures: Mapping[str, Any]) -> pd.DataFrame:
                 "se": r["loss"]["se"],
             }
             for r in figures["policies"]
-            if "loss" in r
+            if "loss" in r and r["mixing"] == "unit" and not r["policy"].startswith(("hierarchical", "compatible"))
         ]
     )
 
@@ -135,11 +138,9 @@ def late_experts(found: Figures) -> pd.DataFrame:
         for deadline in sorted({r["deadline"] for r in f["late"]}):
             late = [r for r in f["late"] if (r["share"], r["deadline"]) == (share, deadline)]
             slow = next(r for r in late if r["mode"] == "exact")["time"]["value"]
-            rows = [
-                (r["mode"], "late: " + r["mode"], r["time"]["value"], r["loss"]) for r in late if r["mode"] != "exact"
-            ]
+            rows = [(False, f"late: {r['mode']}", r["time"]["value"], r["loss"]) for r in late if r["mode"] != "exact"]
             rows += [
-                ("wait", r["policy"], r["time"][str(deadline)]["value"], r["loss"])
+                (True, r["policy"], r["time"][str(deadline)]["value"], r["loss"])
                 for r in f["policies"]
                 if r["share"] == share and "loss" in r
             ]

@@ -1,0 +1,94 @@
+"""Frames of notebook 82: every figure lands in its row, and a dominated way is called so."""
+
+import pytest
+
+from moelab.lab import views
+
+
+def estimate(value, se=0.1, n=10):
+    return {"value": value, "se": se, "n": n, "owners": 3}
+
+
+def policy(name, share, loss, time, *, mixing="unit", read=100.0):
+    row = {
+        "policy": name, "mixing": mixing, "share": share, "arity": 1.5, "anchor_share": 0.25, "bytes": estimate(read),
+        "time": {"0": estimate(time)}, "error": estimate(0.5),
+    }  # fmt: skip
+    return row if loss is None else {**row, "loss": estimate(loss)}
+
+
+@pytest.fixture
+def found():
+    late = [
+        {"share": s, "deadline": 0, "late_tokens": estimate(0.5), "late_experts": 1.0, "mode": mode,
+         "time": estimate(time), "error": estimate(0.2), "loss": estimate(loss)}
+        for s in (0.1, 0.2, 0.4)
+        for mode, time, loss in (("exact", 3.0, 0.0), ("zero", 1.0, 0.02), ("promote", 1.0, 0.05))
+    ]  # fmt: skip
+    every = [
+        policy(name, share, loss, time, mixing=mixing)
+        for name, loss, time, mixing in (
+            ("native top-2", 0.0, 3.0, "unit"),
+            ("anchored top-1", 0.01, 1.5, "unit"),
+            ("compatible top-2", 0.02, 2.0, "unit"),
+            ("veto, softmax", 0.03, 2.0, "score softmax"),
+            ("veto, equal", None, 2.0, "equal"),
+            ("anchor only", 0.04, 1.0, "unit"),
+        )
+        for share in (0.1, 0.2, 0.4)
+    ]  # fmt: skip
+    bins = [{"predicted": p, **estimate(p / 2), "positive": p > 0} for p in (-0.5, 0.5)]
+    calibration = {
+        "bins": bins, "r2": 0.5, "signs_agree": 0.6, "bins_agree": 1.0, "positive_a_token": 2.0, "anchor_wins": 0.1,
+        "helps_when_positive": estimate(0.3), "helps_when_not": estimate(-0.1), "best_helps": estimate(0.7),
+    }  # fmt: skip
+    counts = dict.fromkeys(
+        ("layer", "experts", "top_k", "train_tokens", "train_owners", "validation_tokens", "validation_threads",
+         "validation_owners"), 4,
+    )  # fmt: skip
+    picture = [{"policy": "native top-2", "token": 0, "expert": 3}, {"policy": "anchor only", "token": 0, "expert": -1}]
+    return {"m": {**counts, "anchor": "shared", "native_loss": estimate(4.5), "calibration": calibration,
+                  "policies": every, "late": late, "picture": picture}}  # fmt: skip
+
+
+def test_one_row_a_policy_for_quality_and_three_for_bytes(found):
+    assert views.routing_sets(found)["loss as trained"].tolist() == [4.5]
+    quality, errors, read = views.routing_quality(found), views.routing_errors(found), views.routing_bytes(found)
+    assert quality["policy"].tolist() == [
+        "native top-2",
+        "anchored top-1",
+        "compatible top-2",
+        "veto, softmax",
+        "anchor only",
+    ]
+    assert quality["value"].tolist() == [0.0, 0.01, 0.02, 0.03, 0.04]
+    assert len(errors) == 6 and len(read) == 15 and read["cache share"].tolist()[:3] == [0.1, 0.2, 0.4]
+    for frame in (quality, errors, read):
+        assert {"value", "se", "n"} <= set(frame)
+    assert set(views.routing_frontier(found["m"])["policy"]) == {"native top-2", "anchored top-1", "anchor only"}
+
+
+def test_calibration(found):
+    assert views.calibration_bins(found)["predicted"].tolist() == [-0.5, 0.5]
+    assert views.calibration_zero(found)["value"].tolist() == [0.3, -0.1, 0.7]
+    assert views.calibration_signs(found)["tokens that the anchor wins"].tolist() == [0.1]
+
+
+def test_late_is_judged_at_the_middle_cache_size(found):
+    frame = views.late_experts(found).set_index("way")
+    assert frame["undominated"].to_dict() == {
+        "late: zero": True, "late: promote": False, "anchor only": False, "anchored top-1": True,
+        "compatible top-2": False, "veto, softmax": False, "native top-2": True,
+    }  # fmt: skip
+    assert frame.loc["late: zero", "price"] == pytest.approx(0.01) and frame["price"].isna()["native top-2"]
+    assert frame["waits"].sum() == 5 and frame["token time"].is_monotonic_increasing
+    assert len(views.late_errors(found)) == 6
+
+
+def test_the_picture_has_the_policies_asked_for(found):
+    assert views.routing_picture(found["m"], ["anchor only"])["expert"].tolist() == [-1]
+
+
+def test_speed_is_measured_here():
+    frame = views.dispatch_speed([4], [1, 8], hidden=8, rounds=2)
+    assert frame["tokens"].tolist() == [1, 8] and (frame["loop / grouped"] > 0).all() and (frame["n"] == 2).all()
