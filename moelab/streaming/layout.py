@@ -156,12 +156,12 @@ def aligned(nbytes: int) -> np.ndarray:
 def convert(source: np.ndarray, stored: str, target: np.ndarray, run: str) -> None:
     """Write the values of `source` (bytes of type `stored`) into `target` (bytes of type `run`).
 
-    Both are `u8[n]`, contiguous. Rounds to nearest even, as mlx's cast does; widening is exact.
+    Both are `u8[n]`, contiguous, at any address. Rounds to nearest even, as mlx's cast does; widening is exact.
     """
     if stored == run:
         target[:] = source
         return
-    source, target = _viewed(source, stored), target.view(DTYPES[run])
+    source, target = source.view(DTYPES[stored]), target.view(DTYPES[run])
     if (stored, run) == ("F16", "F32"):
         _widen(source, target)
         return
@@ -175,13 +175,6 @@ def convert(source: np.ndarray, stored: str, target: np.ndarray, run: str) -> No
         return
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # too large for float16 is infinite, as in mlx
         np.copyto(target, source, casting="unsafe")
-
-
-def _viewed(source: np.ndarray, dtype: str) -> np.ndarray:
-    """`source` in its type. Offsets in a stock checkpoint need not suit the type: such bytes are copied first."""
-    if source.__array_interface__["data"][0] % DTYPES[dtype].itemsize:
-        source = source.copy()
-    return source.view(DTYPES[dtype])
 
 
 def _widen(source: np.ndarray, target: np.ndarray, block: int = 1 << 16) -> None:

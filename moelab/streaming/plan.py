@@ -17,7 +17,7 @@ from .layout import PAGE, ExpertLayout, convert
 __all__ = ["Read", "plan_reads"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Read:
     """One contiguous read of file number `file`.
 

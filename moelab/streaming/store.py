@@ -231,7 +231,7 @@ def open_store(
         path: pack folder, checkpoint folder, or what `models.load` takes.
         reader: `auto` (direct where the file system allows, else buffered), `o_direct`, `buffered`, `mmap`.
         precision: floating tensors run in it (scales and biases too); `stored` leaves them.
-        device: slow the reads down to this virtual device.
+        device: slow the reads down to this virtual device; an expert is one read of it, wherever its tensors lie.
         verify: `header` checks headers and sizes; `records` also reads every record of a pack and its checksum.
         check_reads: compare the checksum at every read (pack only).
 
