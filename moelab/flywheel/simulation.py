@@ -56,7 +56,7 @@ class SimulationOptions(Options):
     ratios: list[float] = param([0.25, 0.5, 1.0, 2.0, 4.0], "read time ÷ compute time of that study", min=0.01)
     budgets: list[float] = param([0.125, 0.25, 0.5], "cache budgets, as shares of all expert bytes", min=0.01, max=1.0)
     policies: list[str] = param(
-        ["lru", "layer-lfu", "layer-staleness", "expected-next-use"], "eviction policies", choices=(*eviction.POLICIES,)
+        ["lru", "layer-lfu", "recent-lfu", "expected-next-use"], "eviction policies", choices=(*eviction.POLICIES,)
     )
     recalls: list[float] = param([0.5, 0.75, 1.0], "recall of simulated predictors", min=0.01, max=1.0)
     wastes: list[float] = param([0.0, 0.5, 1.0], "useless candidates for each useful one", min=0.0)
@@ -64,7 +64,7 @@ class SimulationOptions(Options):
     latency: float = param(0.15, "latency of a read, as a share of the time of its bytes", min=0.0)
     before: float = param(0.5, "share of a layer's compute before its ids are known", min=0.0, max=1.0)
     sync: float = param(0.0, "a synchronisation, as a share of a layer's compute", min=0.0)
-    threads: int = param(4, "reads in flight at most", min=1)
+    readers: int = param(4, "reads in flight at most", min=1)
 
 
 def simulation(options: SimulationOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
@@ -226,7 +226,7 @@ def _throttled(passes: Passes, routes: Routes, budget: int, ratio: float, option
 
     def at(bandwidth: float) -> _Setup:
         latency_s = options.latency * max(sizes) / bandwidth
-        return _Setup(passes, sizes, bandwidth, latency_s, one, options.before, options.sync * one, options.threads)
+        return _Setup(passes, sizes, bandwidth, latency_s, one, options.before, options.sync * one, options.readers)
 
     probe = at(1.0).run(budget, "lru")
     return at(probe.device_floor_s[probe.decoded].mean() / ratio)  # device time is inverse to the bandwidth

@@ -50,6 +50,7 @@ from .routes import (
     tour,
     training_times,
 )
+from .simulation import issue_points, simulated_caches, simulated_contour, simulated_issue, simulated_speedups
 from .verdicts import contour, frame, gate_table, hit_curves, machine, reasons, systems
 
 __all__ = [
@@ -77,6 +78,7 @@ __all__ = [
     "frame",
     "gate_table",
     "hit_curves",
+    "issue_points",
     "judged",
     "labels",
     "late_errors",
@@ -98,6 +100,10 @@ __all__ = [
     "set_sizes",
     "seven",
     "shortlist",
+    "simulated_caches",
+    "simulated_contour",
+    "simulated_issue",
+    "simulated_speedups",
     "speeds",
     "systems",
     "tour",

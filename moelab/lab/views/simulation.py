@@ -1,0 +1,78 @@
+"""Simulated decode: notebook 83."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pandas as pd
+
+POINTS = {
+    "off": "no prediction",
+    "step_boundary": "synchronous boundary",
+    "async_boundary": "asynchronous boundary",
+    "in_forward": "in the forward",
+}
+
+
+def issue_points(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a depth and ratio: time of a pass, compute = 1, by issue point, beside the bound."""
+    frame = pd.DataFrame(rows).assign(issue=lambda f: f["issue"].map(POINTS))
+    table = frame.pivot(index=["layers", "ratio", "bound"], columns="issue", values="time").reset_index()
+    return table[["layers", "ratio", *POINTS.values(), "bound"]].rename(columns={"ratio": "read / compute"})
+
+
+def simulated_caches(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a model, budget and policy: hits, bytes, time, and how far from the possible."""
+    names = {
+        "share": "cache share",
+        "policy": "policy",
+        "timely_recall": "hit rate",
+        "opt_hit_rate": "OPT hit rate",
+        "demand_bytes": "bytes a token",
+        "opt_bytes": "OPT bytes",
+        "seconds_per_token": "time, no prediction",
+        "perfect_seconds": "time, perfect layer ahead",
+        "bound_s": "bound",
+        "possible": "share of the possible",
+    }
+    return _rows(found, "cache", names)
+
+
+def simulated_issue(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a model, predictor and issue point, `off` beside each."""
+    names = {
+        "predictor": "predictor",
+        "issue": "issue",
+        "seconds_per_token": "time",
+        "bound_s": "bound",
+        "possible": "share of the possible",
+        "hidden_fraction": "hidden fraction",
+        "timely_recall": "timely recall",
+        "timely_miss_recall": "timely miss recall",
+        "demand_bytes": "demand bytes",
+        "prefetch_bytes": "prefetched bytes",
+        "useful_ratio": "useful",
+    }
+    frame = _rows(found, "issue", names)
+    return frame.assign(issue=frame["issue"].map(POINTS))
+
+
+def simulated_contour(figures: Mapping[str, Any]) -> pd.DataFrame:
+    """Recall x waste of one model: closed-loop speed-up, and that of the fluid model of Gate 0."""
+    return pd.DataFrame(figures["contour"])
+
+
+def simulated_speedups(figures: Mapping[str, Any]) -> pd.DataFrame:
+    """The contour in long form: `series` names the recall, and the model that says so."""
+    frame = pd.DataFrame(figures["contour"])
+    parts = [
+        frame.assign(speedup=frame[column], series=name + frame["recall"].map(", recall {:g}".format))
+        for column, name in (("speedup", "closed loop"), ("fluid_speedup", "fluid"))
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def _rows(found: Mapping[str, Mapping[str, Any]], study: str, names: Mapping[str, str]) -> pd.DataFrame:
+    frame = pd.concat([pd.DataFrame(f[study]).assign(model=m) for m, f in found.items()], ignore_index=True)
+    return frame.reindex(columns=["model", *names]).rename(columns=names)
