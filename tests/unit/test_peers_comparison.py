@@ -24,23 +24,28 @@ def found(tmp_path_factory):
         patch.setattr(cold, "drop", reread)
         arms = [
             Arm(name="reference", kind="resident", weights=folder, role=REFERENCE, settings={"routes": True}),
-            Arm(name="first name", kind="resident", weights=folder, role=VARIANT),
             Arm(name="second name", kind="resident", weights=folder, role=VARIANT),
             Arm(name="no GGUF", kind="neurostream", weights=folder, role=RIVAL, settings={"arena_bytes": 1}),
             Arm(name="not installed", kind="accelerate", weights=folder, role=RIVAL, error="accelerate: not installed"),
         ]
-        return compare(arms, [[3, 1, 4], [1, 5, 9]], tokens=3, cap_bytes=1 << 30, groups=folder / "none")
+        return compare(arms, [[3, 1, 4]], tokens=3, cap_bytes=1 << 30, groups=folder / "none")
 
 
 def of(found, arm):
     return [run for run in found[0] if run.arm == arm]
 
 
-def test_arms_run_in_rotated_rounds_with_equal_tokens(found):
-    order = [(run.round, run.arm) for run in found[0]]
-    assert [arm for number, arm in order if number == 1] == [arm for _, arm in (*order[1:5], order[0])]
-    for reference, other in zip(of(found, "reference"), of(found, "first name"), strict=True):
-        assert reference.answer.tokens == other.answer.tokens and reference.answer.decoded == 3
+def test_rounds_are_rotated_and_give_every_arm_the_same_prompt(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(comparison, "run_arm", lambda arm, number, prompt, *_, **__: seen.append((arm.name, prompt)))
+    arms = [Arm(name=name, kind="resident", weights=tmp_path, role=VARIANT) for name in "abc"]
+    compare(arms, [[1], [2]], tokens=3, cap_bytes=1 << 30, groups=tmp_path)
+    assert seen == [("a", [1]), ("b", [1]), ("c", [1]), ("b", [2]), ("c", [2]), ("a", [2])]
+
+
+def test_one_process_an_arm_gives_the_same_tokens(found):
+    (reference,), (other,) = of(found, "reference"), of(found, "second name")
+    assert reference.answer.tokens == other.answer.tokens and reference.answer.decoded == 3
 
 
 def test_the_reference_says_how_many_experts_its_text_needed(found):
@@ -48,7 +53,7 @@ def test_the_reference_says_how_many_experts_its_text_needed(found):
 
 
 def test_an_arm_that_fails_shows_its_error_and_stops_nobody(found):
-    assert [run.error for run in of(found, "not installed")] == ["accelerate: not installed"] * 2
+    assert [run.error for run in of(found, "not installed")] == ["accelerate: not installed"]
     for run in of(found, "no GGUF"):
         assert run.answer is None and "Error" in run.error
 
@@ -57,9 +62,9 @@ def test_no_cap_the_same_arm_twice_and_a_warm_start_are_all_seen(found):
     runs, refusal = found
     reasons = judge(runs, shape=SHAPE, model_bytes=2 << 30, cap_bytes=1 << 30, refusal=refusal).reasons
     assert "no enforced memory cap: no memory controller is mounted" in reasons
-    assert "first name and second name ran with the same options: they are one arm" in reasons
-    if of(found, "first name")[0].cached_before is not None:
-        assert "first name, round 1: 100% of the weights were in memory before it began" in reasons
+    assert "reference and second name ran with the same options: they are one arm" in reasons
+    if of(found, "second name")[0].cached_before is not None:
+        assert "second name, round 1: 100% of the weights were in memory before it began" in reasons
 
 
 def test_a_run_that_does_not_end_is_ended(tmp_path):

@@ -24,6 +24,7 @@ def answer(arm, seconds, read, number, changes):
         "tokens": [number] * (TOKENS + 1),
         "seconds": [2.0 + step * seconds for step in range(TOKENS + 1)],
         "device": [1_000_000 + step * read for step in range(TOKENS + 1)],
+        "read": [None] * (TOKENS + 1),
         "loaded_seconds": 1.0,
         "peak_rss": 5,
         "report": {"distinct_experts": 10} if arm == "reference" else {},
@@ -58,7 +59,13 @@ def test_good_runs_pass_and_their_rows_say_what_was_measured():
     ours, other = outcome.rows[1:]
     assert (ours.rounds, ours.equal_tokens, ours.amplification, ours.bytes_per_token) == (5, True, 1.0, ROUTED)
     assert ours.seconds_per_token == pytest.approx(0.1) and ours.seconds_spread == pytest.approx(0)
+    assert (ours.times_ours, ours.device_per_read) == (None, None)
     assert (other.amplification, other.rounds_slower) == (4.0, 5) and other.times_ours == pytest.approx(3)
+
+
+def test_the_device_is_held_against_what_an_arm_says_it_read():
+    ours = verdict(runs(ours={"read": [step * ROUTED // 2 for step in range(TOKENS + 1)]})).rows[1]
+    assert (ours.device_per_read, ours.amplification) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +83,7 @@ def test_good_runs_pass_and_their_rows_say_what_was_measured():
         ("it was not cold", lambda: verdict(edited(runs(), "ours", device_total=10 * SHAPE.expert_bytes - 1))),
         ("does not count", lambda: verdict(edited(runs(), "ours", device_total=None))),
         ("does not count", lambda: verdict(edited(runs(), "ours", cached_before=None))),
-        ("of its store", lambda: verdict(runs(ours={"report": {"store_physical_bytes": 10**9},
-                                                    "options": {"reader": "o_direct"}}))),
+        ("bytes it read", lambda: verdict(runs(ours={"read": [10**9] * 21, "options": {"reader": "o_direct"}}))),
     ],
 )  # fmt: skip
 def test_what_cannot_be_concluded_from_is_refused(what, changed):

@@ -45,11 +45,13 @@ class Running:
         options: what it runs with, as plain JSON values.
         tokens: the generated ids, one by one, as they are ready.
         report: called after the last token; the arm's own counters, as plain JSON values.
+        read: called at each token; bytes that the arm itself says it has read so far, None where it does not.
     """
 
     options: dict[str, Any]
     tokens: Iterator[int]
     report: Callable[[], dict[str, Any]] = field(default=dict)
+    read: Callable[[], int | None] = field(default=lambda: None)
 
 
 def resident(request: Request) -> Running:
@@ -172,21 +174,19 @@ def neurostream(request: Request) -> Running:
     text = runtime.generate(request.prompt, max_tokens=request.tokens, temperature=0.0, stop_on_eos=False)
 
     def report() -> dict[str, Any]:
-        return {"read_calls_bytes": runtime.source.stats.bytes_read, "ram_used_bytes": runtime.cache.stats.ram_bytes}
+        return {"ram_used_bytes": runtime.cache.stats.ram_bytes}
 
-    return Running(options, (int(piece) for piece in text), report)
+    return Running(options, (int(piece) for piece in text), report, lambda: runtime.source.stats.bytes_read)
 
 
 def engine(request: Request) -> Running:
-    """This project's engine; settings are fields of `EngineOptions`, or `memory_budget_bytes` for the whole process."""
+    """This project's engine; settings are fields of `EngineOptions`."""
     from ...models import activate
 
     blas = activate("auto", request.threads)
     from ...streaming import EngineOptions, StreamingEngine
 
-    settings = dict(request.settings)
-    budget = settings.pop("memory_budget_bytes", None)
-    streamed = StreamingEngine.load(request.weights, EngineOptions(**settings), budget)
+    streamed = StreamingEngine.load(request.weights, EngineOptions(**request.settings))
     cache, store = streamed.cache, streamed.store
     options = {
         "runtime": "moelab",
@@ -201,7 +201,6 @@ def engine(request: Request) -> Running:
     def report() -> dict[str, Any]:
         decoded = cache.counters(DECODED)
         return {
-            "store_physical_bytes": store.physical_bytes,
             "store_busy_s": store.busy_s,
             "decode_hits": decoded.warm_hits + decoded.cold_hits,
             "decode_misses": decoded.warm_misses + decoded.cold_misses,
@@ -209,7 +208,7 @@ def engine(request: Request) -> Running:
         }
 
     tokens = (token for token, _ in streamed.stream_tokens(request.prompt, max_tokens=request.tokens))
-    return Running(options, tokens, report)
+    return Running(options, tokens, report, lambda: store.physical_bytes)
 
 
 def _versions(*libraries: str) -> dict[str, str]:

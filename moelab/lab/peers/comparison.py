@@ -79,6 +79,7 @@ def compare(
     cap_bytes: int,
     threads: int = 1,
     timeout_s: float = 600.0,
+    everything: bool = False,
     groups: Path | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Run], Refusal | None]:
@@ -86,6 +87,7 @@ def compare(
 
     Args:
         tokens: decoded tokens a run; one more is generated, since decode is timed from the first.
+        everything: empty the whole machine's page cache before a run, not only that of the arm's files.
     """
     where = {} if groups is None else {"groups": groups}
     refusal = enforced(**where)
@@ -98,6 +100,7 @@ def compare(
             if isinstance(cap, Refusal):
                 refusal, cap = cap, None
             on_progress(f"round {number + 1} of {len(prompts)}: {arm.name}")
+            cold.drop(arm.files if not arm.error else [], everything=everything)
             with cap or nullcontext():
                 runs.append(run_arm(arm, number, list(prompt), tokens + 1, cap, threads=threads, timeout_s=timeout_s))
     return runs, refusal
@@ -106,11 +109,10 @@ def compare(
 def run_arm(
     arm: Arm, number: int, prompt: list[int], tokens: int, cap: MemoryCap | None, *, threads: int, timeout_s: float
 ) -> Run:
-    """One run in a fresh process, cold, inside the cap if there is one."""
+    """One run in a fresh process, inside the cap if there is one; what is in memory before it is noted."""
     about = {"arm": arm.name, "role": arm.role, "round": number, "capped": cap is not None}
     if arm.error:
         return Run(**about, error=arm.error)
-    cold.drop(arm.files, everything=cap is not None)
     about["cached_before"] = cold.cached_share(arm.files)
     with tempfile.TemporaryDirectory() as folder:
         asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")

@@ -42,11 +42,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     seconds_per_token: float | None = None
     seconds_spread: float | None = None
     times_ours: float | None = None
-    """Median over rounds of this arm's seconds over those of ours in the same round."""
+    """Median over rounds of this arm's seconds over those of the first of ours in the same round."""
     rounds_slower: int | None = None
-    """Rounds in which it was slower than ours."""
+    """Rounds in which it was slower than that."""
     bytes_per_token: float | None = None
     amplification: float | None = None
+    device_per_read: float | None = None
+    """Bytes from the device over the bytes that the arm says it read: above 1 the system read more than was asked."""
     peak_rss: int | None = None
     group_peak: int | None = None
     error: str = ""
@@ -61,8 +63,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 def rows(runs: Sequence[Run], shape: Shape) -> list[Row]:
     """One row an arm, in the order in which arms first ran."""
     expected = {run.round: run.answer.tokens for run in runs if run.role == REFERENCE and run.answer}
-    ours = {run.round: run.answer.seconds_per_token for run in runs if run.role == OURS and run.answer}
-    return [_row(arm, mine, expected, ours, shape) for arm, mine in _by_arm(runs).items()]
+    first = next((run.arm for run in runs if run.role == OURS), None)
+    ours = {run.round: run.answer.seconds_per_token for run in runs if run.arm == first and run.answer}
+    return [_row(arm, mine, expected, {} if arm == first else ours, shape) for arm, mine in _by_arm(runs).items()]
 
 
 def judge(runs: Sequence[Run], *, shape: Shape, model_bytes: int, cap_bytes: int, refusal: Refusal | None) -> Outcome:
@@ -91,8 +94,9 @@ def _row(arm: str, runs: list[Run], expected: dict[int, list[int]], ours: dict[i
         return Row(**row)
     times = [run.answer.seconds_per_token for run in done]
     read = [run.answer.decode_bytes / run.answer.decoded for run in done if run.answer.decode_bytes is not None]
+    asked = [run.answer.decode_bytes / run.answer.read_bytes for run in done if run.answer.decode_bytes and _said(run)]
     comparable = [run for run in done if run.round in expected]
-    ratios = [run.answer.seconds_per_token / ours[run.round] for run in done if run.round in ours and run.role != OURS]
+    ratios = [run.answer.seconds_per_token / ours[run.round] for run in done if run.round in ours]
     return Row(
         **row,
         equal_tokens=all(run.answer.tokens == expected[run.round] for run in comparable) if comparable else None,
@@ -102,9 +106,15 @@ def _row(arm: str, runs: list[Run], expected: dict[int, list[int]], ours: dict[i
         rounds_slower=sum(ratio > 1 for ratio in ratios) if ratios else None,
         bytes_per_token=statistics.median(read) if read else None,
         amplification=statistics.median(read) / shape.routed_bytes if read else None,
+        device_per_read=statistics.median(asked) if asked else None,
         peak_rss=max((run.answer.peak_rss or 0 for run in done), default=0) or None,
         group_peak=max((run.group_peak or 0 for run in runs), default=0) or None,
     )
+
+
+def _said(run: Run) -> bool:
+    """Whether the arm counts what it reads."""
+    return bool(run.answer.read_bytes)
 
 
 def _spread(values: list[float]) -> float:
@@ -162,24 +172,18 @@ def _warm(done: list[Run], shape: Shape) -> list[str]:
             found.append(f"{name}: {run.cached_before:.0%} of the weights were in memory before it began")
         elif run.device_total < least:
             found.append(f"{name}: {run.device_total} bytes from the device, {least} needed: it was not cold")
-        elif run.answer.options.get("reader") == "o_direct" and run.device_total < _store_bytes(run):
-            found.append(
-                f"{name}: the device delivered {run.device_total} of the {_store_bytes(run)} bytes of its store"
-            )
+        elif run.answer.options.get("reader") == "o_direct" and run.device_total < run.answer.read[-1]:
+            found.append(f"{name}: the device delivered {run.device_total} of {run.answer.read[-1]} bytes it read")
     return found
 
 
-def _store_bytes(run: Run) -> int:
-    """What an arm's own store says it read: past the page cache all of that must have come from the device."""
-    return run.answer.report.get("store_physical_bytes", 0)
-
-
 def _wrong(table: list[Row]) -> list[str]:
-    """What the judged arm does not meet, and tokens that no arm of this project may change."""
+    """What ours do not meet (all of them the bytes, the first one the speed), and tokens that no arm may change."""
     found = [f"{row.arm}: other tokens than the reference" for row in table if row.equal_tokens is False]
+    for row in table:
+        if row.role == OURS and row.amplification > AMPLIFICATION_LIMIT:
+            found.append(f"{row.arm}: read amplification {row.amplification:.3f}, {AMPLIFICATION_LIMIT} allowed")
     ours = next(row for row in table if row.role == OURS)
-    if ours.amplification > AMPLIFICATION_LIMIT:
-        found.append(f"{ours.arm}: read amplification {ours.amplification:.3f}, {AMPLIFICATION_LIMIT} allowed")
     for row in table:
         if row.role == RIVAL and row.rounds and row.seconds_per_token <= ours.seconds_per_token:
             found.append(f"{ours.arm}: {ours.seconds_per_token:.3f} s a token, {row.arm} {row.seconds_per_token:.3f}")

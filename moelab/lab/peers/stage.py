@@ -38,9 +38,7 @@ class PeersOptions(Options):
     notebook: ClassVar[str] = "84"
 
     models: list[str] = param(["softmax"], "model under artifacts/models whose tokenizer is taken")
-    arms: list[str] = param(
-        ["resident", "engine"], "groups of arms", choices=("resident", "engine", "accelerate", "neurostream")
-    )
+    arms: list[str] = param(["engine"], "groups of arms", choices=("resident", "engine", "accelerate", "neurostream"))
     layers: int = param(2, "decoder layers, all with experts", min=1)
     experts: int = param(8, "experts a layer", min=2)
     top_k: int = param(2, "experts a token", min=1)
@@ -50,7 +48,7 @@ class PeersOptions(Options):
     kv_heads: int = param(2, "key and value heads", min=1)
     head_dim: int = param(16, "width of a head", min=2)
     cap_mb: int = param(1200, "memory cap of every arm but the reference, MB", min=64)
-    engine_mb: int = param(900, "whole-process budget of the engine's cached arm, MB: below the cap", min=64)
+    engine_cache_mb: int = param(600, "expert cache of the engine's arm that has one, MB", min=1)
     neurostream_arena_mb: int = param(128, "neurostream: bytes of reads in flight, MB", min=8)
     neurostream_ram_mb: int = param(400, "neurostream: weights it keeps in memory, MB", min=8)
     rounds: int = param(1, "rounds: one prompt each, every arm once", min=1)
@@ -134,18 +132,24 @@ def _converted(name, kind, make, checkpoint, settings, file=None) -> Arm:
 
 
 def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: generated.Shape) -> list[Arm]:
-    """Ours without a cache worth the name (the experts of one token), and what changes when one thing changes."""
+    """Ours without a cache worth the name, and what changes when one thing changes.
+
+    Slots for one token's experts keep a few of them for the next token. Slots for one layer's experts keep none, and
+    show what a token costs the disk when nothing at all is reused.
+    """
     try:
         pack = _pack(checkpoint).path / PACK
     except (ImportError, MoelabError) as error:
         return [Arm(name="engine, pack", kind="engine", weights=checkpoint.path, role=OURS, error=str(error))]
     cycle = {"cache_bytes": shape.routed_bytes, "policy": "lru"}
-    stock, budget = checkpoint.path, {"memory_budget_bytes": options.engine_mb * MB}
+    layer = {"cache_bytes": shape.top_k * shape.expert_bytes, "policy": "lru", "below_cycle": True}
+    cached = {"cache_bytes": max(options.engine_cache_mb * MB, shape.routed_bytes)}
     return [
         Arm(name="engine, pack", kind="engine", weights=pack, role=OURS, settings=cycle),
+        Arm(name="engine, pack, no reuse", kind="engine", weights=pack, role=OURS, settings=layer),
         Arm(name="engine, pack, mmap", kind="engine", weights=pack, role=RIVAL, settings={**cycle, "reader": "mmap"}),
-        Arm(name="engine, in place", kind="engine", weights=stock, role=VARIANT, settings=cycle),
-        Arm(name="engine, pack, cache", kind="engine", weights=pack, role=VARIANT, settings=budget),
+        Arm(name="engine, in place", kind="engine", weights=checkpoint.path, role=VARIANT, settings=cycle),
+        Arm(name="engine, pack, cache", kind="engine", weights=pack, role=VARIANT, settings=cached),
     ]
 
 

@@ -31,6 +31,7 @@ def _shown(row: Row) -> dict:
         "x ours": row.times_ours,
         **{name: None if value is None else value / MB for name, value in scaled.items()},
         "read amplification": row.amplification,
+        "device / asked": row.device_per_read,
         "equal tokens": {True: "yes", False: "NO", None: None}[row.equal_tokens],
         "error": row.error,
     }

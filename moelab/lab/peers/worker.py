@@ -27,6 +27,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """When each token was ready."""
     device: list[int | None]
     """Device bytes when each token was ready; None where nobody counts."""
+    read: list[int | None]
+    """Bytes that the arm says it had read by then; None where it does not say."""
     loaded_seconds: float
     peak_rss: int | None
     report: dict
@@ -43,16 +45,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def decode_bytes(self) -> int | None:
         return None if None in self.device else self.device[-1] - self.device[0]
 
+    @property
+    def read_bytes(self) -> int | None:
+        return None if None in self.read else self.read[-1] - self.read[0]
+
 
 def run(request: Request) -> Answer:
     """Run an arm in this process."""
     began = time.perf_counter()
     running = ARMS[request.arm](request)
     loaded = time.perf_counter() - began
-    tokens, seconds, device = [], [], []
+    tokens, seconds, device, read = [], [], [], []
     for token in running.tokens:
         seconds.append(time.perf_counter() - began)
         device.append(device_bytes())
+        read.append(running.read())
         tokens.append(token)
     peak = peak_rss()  # before the report, which may compute
     return Answer(
@@ -61,6 +68,7 @@ def run(request: Request) -> Answer:
         tokens=tokens,
         seconds=seconds,
         device=device,
+        read=read,
         loaded_seconds=loaded,
         peak_rss=peak,
         report=running.report(),
