@@ -115,37 +115,37 @@ def _batch_by_batch(loaded, made, padded, shape, features) -> Iterator[tuple[np.
 
     for batch, tokens in zip(made, padded, strict=True):
         with loaded.tap(features) as tap:  # off while the caller has the records: it may run the model itself
-            for cache in _passes(loaded, tokens, shape.chunk):
+            cache = loaded.make_cache()
+            for chunk in _chunks(tokens, shape):
+                loaded.model(mx.array(chunk), cache=cache)
                 mx.eval(*tap.pending(), [layer.state for layer in cache])
             record = tap.take()
         yield batch, record
 
 
 def _layer_major(loaded, made, padded, shape, features) -> Iterator[tuple[np.ndarray, TapRecord]]:
-    chunks = [-(-tokens.shape[1] // shape.chunk) for tokens in padded]
-    costs = [kept_bytes(loaded.geometry, t.size, n, features) for t, n in zip(padded, chunks, strict=True)]
+    import mlx.core as mx
+
+    costs = [kept_bytes(loaded.geometry, tokens.size, len(_chunks(tokens, shape)), features) for tokens in padded]
     with loaded.replaying() as (layers, room):
         for group in groups(costs, room):
             taps: list[Tap] = []
             with layers.building():
                 for tokens in padded[group]:
                     with loaded.tap(features) as tap:
-                        for _ in _passes(loaded, tokens, shape.chunk):
-                            pass
+                        cache = loaded.make_cache()
+                        for chunk in _chunks(tokens, shape):
+                            loaded.model(mx.array(chunk), cache=cache)
                     taps.append(tap)
+                del cache, tap  # the passes hold a layer's keys and values until they have been used, and no longer
             layers.evaluate()
             for batch in made[group]:
                 yield batch, taps.pop(0).take()
 
 
-def _passes(loaded: LoadedModel, tokens: np.ndarray, chunk: int) -> Iterator[list]:
-    """Feed `[B,T]` in chunks through a cache of its own, which is yielded after each; nothing is evaluated here."""
-    import mlx.core as mx
-
-    cache = loaded.make_cache()
-    for start in range(0, tokens.shape[1], chunk):
-        loaded.model(mx.array(tokens[:, start : start + chunk]), cache=cache)
-        yield cache
+def _chunks(tokens: np.ndarray, shape: BatchShape) -> list[np.ndarray]:
+    """`[B,T]` in parts of at most `shape.chunk` positions."""
+    return [tokens[:, start : start + shape.chunk] for start in range(0, tokens.shape[1], shape.chunk)]
 
 
 def _padded(sequences: Sequence[np.ndarray], batch: np.ndarray) -> np.ndarray:

@@ -29,6 +29,6 @@ def split_budget(name: str) -> tuple[str, int | None]:
     """
     if found := _BUDGET.fullmatch(name):
         return found["model"], int(found["count"]) * UNITS[found["unit"]]
-    if re.search(r"@\d*\s*[kKmMgG]?i?[bB]?$", name):
+    if re.search(r"@\s*\d*\s*[kKmMgG]?i?[bB]?$", name):
         raise ParameterError("not a memory budget", field="models", got=name, expected="NAME@600MiB or NAME@8GiB")
     return name, None
