@@ -98,8 +98,9 @@ class LayerInputs:
         return slice(self.first[window], self.first[window + 1])
 
 
-def layer_inputs(loaded: LoadedModel, windows: Sequence[np.ndarray], layer: int, *, tokens: int = 2048) -> LayerInputs:
-    """Run windows up to MoE layer `layer`; `tokens` are padded tokens of a batch."""
+def layer_inputs(loaded: LoadedModel, windows: Sequence[np.ndarray], layer: int, *, tokens: int = 512) -> LayerInputs:
+    """Run windows up to MoE layer `layer`; `tokens` are padded tokens of a batch, few enough for their logits to stay
+    in the processor's cache."""
     import mlx.core as mx
 
     from ..models.taps import tap

@@ -108,8 +108,10 @@ def _utility(layer: NativeLayer, tokens: NativeTokens, inputs: LayerInputs, kind
 
 def _reliability(layer, tokens, held, scores, part: Part, options: RoutingOptions, unit: float) -> dict[str, Any]:
     """What scores promised against what came, on validation owners; pairs are (token, specialist)."""
-    sub = _first(held, max(1, int(np.searchsorted(held.first, options.reliability_tokens, side="right")) - 1))
-    rows = slice(0, int(sub.first[-1]))
+    stride = -(-int(held.first[-1]) // options.reliability_tokens)
+    kept = np.arange(0, len(held.windows), stride)  # spread over the owners
+    rows = np.concatenate([np.arange(held.first[i], held.first[i + 1]) for i in kept])
+    sub = _some(held, kept, rows)
     utility = (_utility(layer, tokens.rows(rows), sub, options.utility) / unit).numpy().astype(np.float64)
     said, owner = scores[rows].numpy().astype(np.float64), part.by_token(part.owner)[rows]
     bins = by_score(said, bins=BINS)
@@ -140,18 +142,17 @@ def _reliability(layer, tokens, held, scores, part: Part, options: RoutingOption
     }
 
 
-def _first(held: LayerInputs, count: int) -> LayerInputs:
-    """The first `count` windows of all, with their batches cut down."""
-    order, states, stop = [], [], held.first[count]
+def _some(held: LayerInputs, kept: np.ndarray, rows: np.ndarray) -> LayerInputs:
+    """Some of the windows, ascending, with their batches cut down; rows: their tokens."""
+    order, states = [], []
     for batch, state in zip(held.order, held.states, strict=True):
-        inside = np.flatnonzero(batch < count)
+        inside = np.flatnonzero(np.isin(batch, kept))
         if len(inside):
-            order.append(batch[inside])
-            states.append(state[inside.tolist()][:, : max(len(held.windows[i]) for i in order[-1])])
-    return replace(
-        held, windows=held.windows[:count], order=order, states=states, x=held.x[:stop], ids=held.ids[:stop],
-        first=held.first[: count + 1],
-    )  # fmt: skip
+            order.append(np.searchsorted(kept, batch[inside]))
+            states.append(state[inside.tolist()][:, : max(len(held.windows[i]) for i in batch[inside])])
+    windows = [held.windows[i] for i in kept]
+    first = np.concatenate([[0], np.cumsum([len(w) for w in windows])])
+    return replace(held, windows=windows, order=order, states=states, x=held.x[rows], ids=held.ids[rows], first=first)
 
 
 def _row(estimate: Estimate) -> dict[str, Any]:

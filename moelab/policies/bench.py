@@ -89,12 +89,12 @@ def time_dispatch(
 
     def route() -> Tensor:
         decision = dispatcher.selection(scores, expert_ids=ids)
-        return dispatcher.capacity(decision, expert_availability=availability).route_arity
+        return dispatcher.capacity(decision, expert_availability=availability).effective_routes.selected_indices
 
     def dense() -> Tensor:
         return torch.stack([mlp(states) for mlp in (anchor, *bank)])
 
-    rows = int(route().sum())
+    rows = int((route() > 0).sum())
     used = max(1, min(rows, int(availability.sum())))
     gathered = torch.randn(used, max(1, rows // used), hidden, generator=generator)
     (up, up_bias), (down, down_bias) = (

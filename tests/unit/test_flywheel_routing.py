@@ -3,14 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from repository import ROOT
 
 from moelab import models
 from moelab.errors import ContractError
+from moelab.flywheel.capture import facts
 from moelab.flywheel.routing import Clock, Corpus, Part, RoutingOptions, _at_most
 from moelab.flywheel.routing_arms import ANCHOR, arms, executed
-from moelab.flywheel.routing_study import _first, _utility, study
+from moelab.flywheel.routing_study import _some, _utility, study
+from moelab.flywheel.split import assign
 from moelab.models.tiny import save
 from moelab.specialists.native import NativeLayer
+from moelab.threads import read, render_sequences
 
 
 def part(seed, windows=6):
@@ -37,6 +41,10 @@ def options():
 @pytest.fixture(scope="module")
 def figures(loaded, options):
     return study(loaded, Corpus(part(0, 8), part(1), {"validation_tokens": 0}), options)
+
+
+def length(thread, tokenizer):
+    return sum(len(part.token_ids) for part in render_sequences(thread, tokenizer))
 
 
 def rows(figures, name):
@@ -108,13 +116,13 @@ def test_loss_utility_adds_up_to_what_the_choice_gains(loaded):
     assert float((utility * tokens.chosen).sum()) == pytest.approx(float(gained), rel=0.05, abs=1e-2)
 
 
-def test_the_first_windows_lose_as_they_do_among_all(loaded):
+def test_some_windows_lose_as_they_do_among_all(loaded):
     inputs = part(3).inputs(loaded, 0)
-    some = _first(inputs, 3)
-    stop = int(inputs.first[3])
-    output = np.zeros_like(inputs.x)
+    kept = np.array([0, 2, 5])
+    rows = np.concatenate([np.arange(inputs.first[i], inputs.first[i + 1]) for i in kept])
+    output = np.random.default_rng(0).normal(size=inputs.x.shape).astype(np.float32)
     # another batch of the same rows: float32 sums in another order
-    assert some.losses(output[:stop]) == pytest.approx(inputs.losses(output)[:stop], abs=2e-4)
+    assert _some(inputs, kept, rows).losses(output[rows]) == pytest.approx(inputs.losses(output)[rows], abs=2e-4)
 
 
 def test_arms_decide_as_they_say():
@@ -155,3 +163,25 @@ def test_the_clock_counts_by_name():
     clock.lap("b")
     clock.lap("a")
     assert set(clock.seconds) == {"a", "b"} and min(clock.seconds.values()) >= 0
+
+
+def test_owners_are_held_out_whole(loaded, options):
+    threads = sorted(read(ROOT / "artifacts" / "threads"), key=lambda t: t.uid)
+    corpus = Corpus.of(loaded, threads, options)
+    assert not set(corpus.train.owner) & set(corpus.validation.owner)
+    for name, found, most in (
+        ("train", corpus.train, options.train_tokens),
+        ("validation", corpus.validation, options.validation_tokens),
+    ):
+        assert corpus.counts[f"{name}_tokens"] == sum(map(len, found.windows)) <= most
+        assert corpus.counts[f"{name}_owners"] == len(set(found.owner))
+        assert max(map(len, found.windows)) <= options.context
+        assert found.by_token(found.owner).shape == (corpus.counts[f"{name}_tokens"],)
+    # Who is held out does not depend on how much of them is used, nor is any other set touched.
+    sets = assign(
+        [facts(t, loaded.tokenizer, length(t, loaded.tokenizer)) for t in threads],
+        seed=options.seed,
+        validation=options.validation,
+    )
+    assert {sets[threads[n].uid] for n in corpus.validation.thread} == {"validation"}
+    assert {sets[threads[n].uid] for n in corpus.train.thread} == {"train"}
