@@ -26,6 +26,10 @@ _HOMES = {
     "packing": ("write_pack",),
     "layout": ("ExpertLayout", "TensorSpec"),
     "store": ("ExpertStore", "open_store"),
+    "options": ("LayerOptions", "profile"),
+    "paths": ("StagedSwitch",),
+    "stack": ("StagedSet",),
+    "staged": ("StagedCounters", "StagedSlots"),
     "engine": ("EngineOptions", "StreamingEngine"),
     "issuing": ("Issuer",),
     "layerwise": ("LayerMajor",),
@@ -35,6 +39,7 @@ _HOMES = {
     "oracle": ("NoisyOracle", "Oracle", "PreviousToken"),
     "simulator": ("ISSUE", "simulate"),
     "simulation": ("Simulation", "share_of_possible"),
+    "validation": ("Recording", "device_of", "record", "resimulate"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_OWNER)

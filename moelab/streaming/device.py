@@ -65,8 +65,12 @@ class VirtualDevice:
         disk that is no faster with `depth` in flight than with one has no latency to hide. Between the two depths
         a real disk may differ from `rate`.
         """
-        single, bandwidth = (profile.bytes_per_second(size, d) for d in (1, depth))
-        return cls(latency_s=max(0.0, size / single - size / bandwidth), bytes_per_s=bandwidth)
+        return cls.of_rates(*(profile.bytes_per_second(size, d) for d in (1, depth)), size=size)
+
+    @classmethod
+    def of_rates(cls, single: float, deep: float, *, size: int) -> VirtualDevice:
+        """The device that gives reads of `size` bytes these rates: one at a time, and many in flight."""
+        return cls(latency_s=max(0.0, size / single - size / deep), bytes_per_s=deep)
 
     def rate(self, size: float, depth: float) -> float:
         """Bytes a second of reads of `size` bytes with `depth` in flight, in the long run."""

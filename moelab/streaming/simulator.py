@@ -66,7 +66,7 @@ def simulate(
     compute_s: np.ndarray | float,
     before: float = 0.5,
     sync_s: float = 0.0,
-    boundary_s: float = 0.0,
+    boundary_s: np.ndarray | float = 0.0,
     threads: int = 4,
     asking_reads: bool = False,
     predictor: Callable[[int, int], Sequence[Candidate] | None] | None = None,
@@ -88,7 +88,7 @@ def simulate(
         before: the part of it that comes before the layer's ids are known (attention, gate); the rest is divided
             equally among the visit's experts.
         sync_s: of each synchronisation, one a layer.
-        boundary_s: compute after the last layer of a pass (head, sampling).
+        boundary_s: compute after the last layer of a pass (head, sampling): a number or `[P]`.
         threads: reads in flight at most.
         asking_reads: the waiting thread reads a miss itself, as `ExpertMemory` does: one more in flight then.
         predictor: asked for every visit (see `oracle`); None = no prediction. What it says of a prompt is not used.
@@ -104,17 +104,23 @@ def simulate(
         ContractError: no such issue point, a time below zero, or a visit that the cache cannot hold.
     """
     layers = passes.layers
-    compute = np.asarray(compute_s, np.float64)
-    if compute.shape not in ((), (layers,), (len(passes), layers)) or len(nbytes) != layers:
+    compute, boundary = np.asarray(compute_s, np.float64), np.asarray(boundary_s, np.float64)
+    if (
+        boundary.shape not in ((), (len(passes),))
+        or compute.shape not in ((), (layers,), (len(passes), layers))
+        or len(nbytes) != layers
+    ):
         raise GeometryError(
-            "times or sizes of another model", field="compute_s, nbytes", got=(compute.shape, len(nbytes)),
-            expected=f"a number, [{layers}] or [{len(passes)},{layers}]; {layers} sizes",
+            "times or sizes of another model", field="compute_s, boundary_s, nbytes",
+            got=(compute.shape, boundary.shape, len(nbytes)),
+            expected=f"a number, [{layers}] or [{len(passes)},{layers}]; a number or [{len(passes)}]; {layers} sizes",
         )  # fmt: skip
     for field, value, ok, expected in (
         ("issue", issue, issue in ISSUE, ISSUE),
         ("compute_s", compute.min(), (compute >= 0).all(), ">= 0"),
         ("before", before, 0 <= before <= 1, "0 to 1"),
-        ("sync_s, boundary_s", (sync_s, boundary_s), min(sync_s, boundary_s) >= 0, ">= 0"),
+        ("sync_s", sync_s, sync_s >= 0, ">= 0"),
+        ("boundary_s", boundary.min(), (boundary >= 0).all(), ">= 0"),
         ("predict_s", predict_s, predict_s >= 0, ">= 0"),
         ("threads", threads, threads >= 1, ">= 1"),
         ("prefetcher", prefetcher, prefetcher is None or predictor is not None, "a predictor to serve"),
@@ -130,9 +136,8 @@ def simulate(
         passes,
         memory,
         np.broadcast_to(compute, (len(passes), layers)),
-        before=before, sync_s=sync_s, boundary_s=boundary_s, predict_s=predict_s, predictor=predictor,
-        issue=issue, tokens_ahead=tokens_ahead, patience=patience,
-        prefetcher=prefetcher,
+        before=before, sync_s=sync_s, boundary_s=np.broadcast_to(boundary, len(passes)), predict_s=predict_s,
+        predictor=predictor, prefetcher=prefetcher, issue=issue, tokens_ahead=tokens_ahead, patience=patience,
     )  # fmt: skip
     for step in range(len(passes)):
         run.step(step)
@@ -146,7 +151,7 @@ class _Run:
                  issue, tokens_ahead, patience, prefetcher):  # fmt: skip
         self.passes, self.memory, self.layers = passes, memory, passes.layers
         self.predictor, self.issue, self.tokens_ahead = predictor, issue, tokens_ahead
-        self.boundary_s, self.predict_s = boundary_s, predict_s
+        self.boundary_s, self.predict_s = boundary_s.tolist(), predict_s
         ahead, after = before * compute + sync_s, (1 - before) * compute
         self.ahead, self.after = ahead.tolist(), after.tolist()
         self.compute = compute.sum(1) + passes.layers * sync_s + boundary_s
@@ -179,7 +184,7 @@ class _Run:
             memory.advance(memory.now + self.ahead[step][layer])
             self._release()
             self.visits.append(self._visit(step, layer, keys, phase))
-        memory.advance(memory.now + self.boundary_s)
+        memory.advance(memory.now + self.boundary_s[step])
         self._release()
         waited = 0.0
         if self.predictor is not None and self.issue != "in_forward":
