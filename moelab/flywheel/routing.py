@@ -36,7 +36,7 @@ from .split import assign
 from .vault import Vault
 
 RESULT = "routing.json"
-FIGURES_VERSION = 4
+FIGURES_VERSION = 5
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
 

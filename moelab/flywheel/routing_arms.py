@@ -30,8 +30,9 @@ from ..policies import (
     ScoreSoftmaxCombination,
     Selection,
     TopKDecision,
+    fit_mixture_head,
 )
-from ..specialists.native import CORRECTIONS, NativeTokens
+from ..specialists.native import CORRECTIONS, NativeLayer, NativeTokens
 
 ANCHOR, NATIVE = "anchor only", "native top-{}"
 
@@ -69,10 +70,12 @@ def arms(
     groups: Sequence[int],
     mixture_threshold: float,
     dynamic_thresholds: Sequence[float],
+    head: Combination | None = None,
 ) -> list[Arm]:
     """Every arm, the layer as trained first and the anchor alone last.
 
     groups: `[N]` the package of each expert, in runs, for the hierarchical and the compatible pair.
+    head: a mixture head fitted on training owners, if there is one.
     Raises `ContractError` when groups are not runs.
     """
     sizes = [list(groups).count(g) for g in dict.fromkeys(groups)]
@@ -91,6 +94,11 @@ def arms(
             "anchor-veto top-2, evidence", veto, combination=PositiveEvidenceCombination(),
             mixing="positive evidence", loss=False,
         ),
+        *(
+            Arm("anchor-veto top-2, learned", veto, combination=mixture, mixing="learned", loss=False)
+            for mixture in (head,)
+            if mixture is not None
+        ),
         Arm(f"adaptive top-1/2 > {mixture_threshold:g}", adaptive),
         Arm("hierarchical top-2", HierarchicalSelection(tuple(sizes), veto)),
         Arm(
@@ -100,6 +108,17 @@ def arms(
         *(Arm(f"dynamic-{top_k} > {t:g}", DynamicKSelection(top_k, t)) for t in dynamic_thresholds),
         Arm(ANCHOR, None, 0),
     ]  # fmt: skip
+
+
+def fit_head(layer: NativeLayer, tokens: NativeTokens, scores: Tensor, *, most: int = 4096) -> Combination | None:
+    """A mixture head for the pairs of the veto, told their two scores; None where the veto approves no pair."""
+    decision = AnchorVetoTop2Selection()(scores[None], expert_ids=layer.expert_ids)
+    pairs = decision.expert_pair_mask[0].nonzero().squeeze(-1)[:most]
+    if not len(pairs):
+        return None
+    part, experts = tokens.rows(pairs), decision.slot_indices[0, pairs] - 1
+    outputs, unit = layer.complete_outputs(part, experts), float(part.output.square().mean().sqrt())
+    return fit_mixture_head(decision.slot_scores[0, pairs], outputs / unit, part.output / unit)
 
 
 def executed(routes: CapacityResult) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from .estimates import Estimate, clustered_mean, paired_difference
 from .residency import Visits, replay
 from .resume import LayerInputs
 from .routing import Clock, Corpus, Part, RoutingOptions
-from .routing_arms import NATIVE, Arm, arms, executed
+from .routing_arms import NATIVE, Arm, arms, executed, fit_head
 
 PICTURE_TOKENS = 24
 BINS = 12
@@ -55,6 +55,7 @@ def study(loaded: models.LoadedModel, corpus: Corpus, options: RoutingOptions) -
     every = arms(
         layer.expert_ids, top_k=family.top_k, groups=_groups(layer.experts, family.groups),
         mixture_threshold=options.mixture_threshold, dynamic_thresholds=options.dynamic_thresholds,
+        head=fit_head(layer, known, calibration(known.weights, known.chosen)),
     )  # fmt: skip
     judge = _Judge(layer, tokens, held, corpus.validation, options, clock)
     policies, picture = [], []

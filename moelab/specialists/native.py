@@ -190,14 +190,27 @@ class NativeLayer:
     def run(
         self, tokens: NativeTokens, routes: CapacityResult, combination: Combination = CORRECTIONS
     ) -> DispatchResult:
-        """Run decided routes `[1, T, ...]` over the layer; the output is `[1, T, H]`."""
+        """Run decided routes `[1, T, ...]` over the layer; the output is `[1, T, H]`.
+
+        A learned mixture head is told the scores of what it mixes.
+        """
         return SparseDispatcher(combination=combination).execute(
             routes,
             tokens.x[None],
             anchor_mlp=lambda x, *, weights, anchor: anchor,
             experts=self.specialists(complete=combination is not CORRECTIONS),
+            mixture_features=routes.effective_routes.slot_scores if "features" in combination.needs else None,
             token_args={"weights": tokens.weights[None], "anchor": tokens.anchor[None]},
         )
+
+    def complete_outputs(self, tokens: NativeTokens, experts: Tensor) -> Tensor:
+        """`[T, S, H]` whole outputs of the specialists `[T, S]`, one beside another: what a mixture mixes."""
+        out = tokens.anchor[:, None].repeat(1, experts.shape[1], 1)
+        for k in range(self.experts):
+            rows, slots = (experts == k).nonzero(as_tuple=True)
+            part = tokens.rows(rows)
+            out[rows, slots] += self.correction(k, part.x, part.weights, part.anchor)
+        return out
 
     def error_utility(self, tokens: NativeTokens) -> Tensor:
         """`[T, N]` how much of the squared output error of the anchor alone each specialist takes away.

@@ -9,7 +9,7 @@ from moelab import models
 from moelab.errors import ContractError
 from moelab.flywheel.capture import facts
 from moelab.flywheel.routing import Clock, Corpus, Part, RoutingOptions, _at_most
-from moelab.flywheel.routing_arms import ANCHOR, arms, executed
+from moelab.flywheel.routing_arms import ANCHOR, arms, executed, fit_head
 from moelab.flywheel.routing_study import _some, _utility, study
 from moelab.flywheel.split import assign
 from moelab.models.tiny import save
@@ -66,17 +66,38 @@ def test_the_anchor_alone_reads_nothing_and_leaves_all_the_error(figures):
 
 def test_rows_are_complete_and_a_larger_cache_reads_less(figures, options):
     names = {row["policy"] for row in figures["policies"]}
-    assert len(names) == 12 + len(options.dynamic_thresholds)
+    assert len(names) == 13 + len(options.dynamic_thresholds)
     for name in names:
         read = [row["bytes"]["value"] for row in rows(figures, name)]
         assert len(read) == len(options.budgets) and read == sorted(read, reverse=True)
         for row in rows(figures, name):
-            assert row["bytes"]["owners"] == 3 and ("loss" in row) == (
-                row["mixing"] not in ("equal", "positive evidence")
-            )
+            assert row["bytes"]["owners"] == 3
+            assert ("loss" in row) == (row["mixing"] in ("unit", "score softmax"))
             waits = [row["time"][str(d)]["value"] for d in sorted(options.deadlines)]
             assert waits == sorted(waits, reverse=True)
     assert {row["expert"] for row in figures["picture"] if row["policy"] == ANCHOR} == {-1}
+
+
+def test_a_learned_head_mixes_at_least_as_well_where_it_was_fitted(loaded):
+    fitted = part(0, 8)
+    layer = NativeLayer.of(loaded, 0)
+    inputs = fitted.inputs(loaded, 0)
+    tokens = layer.tokens(torch.from_numpy(inputs.x), inputs.ids)
+    scores = tokens.weights * tokens.chosen - 0.01
+    every = {
+        arm.mixing: arm
+        for arm in arms(
+            layer.expert_ids, top_k=4, groups=[0] * layer.experts, mixture_threshold=0.0, dynamic_thresholds=[0.0],
+            head=fit_head(layer, tokens, scores),
+        )
+    }  # fmt: skip
+    error = {
+        name: float((layer.run(tokens, arm.decide(tokens, scores, layer.expert_ids), arm.combination).output[0]
+                     - tokens.output).square().mean())
+        for name, arm in every.items() if name != "unit"
+    }  # fmt: skip
+    assert error["learned"] <= min(error.values()) * 1.001, "the head can give equal weights and nearly the others"
+    assert fit_head(layer, tokens, -scores.abs() - 1) is None
 
 
 def test_more_of_the_routers_choice_leaves_less_error(figures):

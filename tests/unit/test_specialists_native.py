@@ -63,6 +63,18 @@ def test_no_specialist_leaves_the_anchor(layer, tokens):
     assert torch.equal(layer.run(tokens, CapacityResult(decision, decision)).output[0], tokens.anchor)
 
 
+def test_complete_outputs_stand_beside_each_other(layer, tokens):
+    experts = torch.stack((tokens.ids[:, 0], tokens.ids[:, 1]), 1)
+    found = layer.complete_outputs(tokens, experts)
+    for t in (0, 7, 39):
+        for slot in (0, 1):
+            one = tokens.rows(slice(t, t + 1))
+            k = int(experts[t, slot])
+            expected = one.anchor + layer.correction(k, one.x, one.weights, one.anchor)
+            # one row at a time: the product may round differently
+            assert torch.allclose(found[t, slot], expected[0], rtol=1e-4, atol=1e-5 * float(found.abs().max()))
+
+
 def test_utility_is_the_error_taken_away(layer, tokens):
     utility = layer.error_utility(tokens)
     before = tokens.residual.square().sum(-1)
