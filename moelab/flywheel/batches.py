@@ -12,7 +12,7 @@ The operations are the same in both, so are the results.
 Between two layers a group keeps, for each padded token, the residual stream, the K outputs of the switch layer,
 and what the taps noted; attention caches of one layer at a time, since nothing but the passes holds them.
 `kept_bytes` bounds that. Sequences beyond what the memory budget leaves form another group, which reads the
-model again.
+model again; a batch that alone is too much goes through in pieces, each of which does.
 """
 
 from __future__ import annotations
@@ -75,20 +75,10 @@ def kept_bytes(geometry: MoEGeometry, tokens: int, chunks: int, features: Iterab
 
 
 def groups(costs: Sequence[int], room: int) -> list[slice]:
-    """Consecutive batches that together keep at most `room` bytes.
-
-    Raises:
-        ContractError: one batch alone keeps more (both figures named).
-    """
+    """Consecutive batches that together keep at most `room` bytes; one that alone keeps more is a group of its own."""
     out, start, total = [], 0, 0
     for index, cost in enumerate(costs):
-        if cost > room:
-            raise ContractError(
-                "the memory budget does not hold one batch of a layer-major replay", field="batch_tokens",
-                got=f"{cost} bytes kept between layers", expected=f"<= {room} bytes",
-                fix="take smaller batches, larger chunks, fewer features or a larger memory budget",
-            )  # fmt: skip
-        if total + cost > room:
+        if index > start and total + cost > room:
             out.append(slice(start, index))
             start, total = index, 0
         total += cost
@@ -124,23 +114,65 @@ def _batch_by_batch(loaded, made, padded, shape, features) -> Iterator[tuple[np.
 
 
 def _layer_major(loaded, made, padded, shape, features) -> Iterator[tuple[np.ndarray, TapRecord]]:
-    import mlx.core as mx
-
     costs = [kept_bytes(loaded.geometry, tokens.size, len(_chunks(tokens, shape)), features) for tokens in padded]
     with loaded.replaying() as (layers, room):
         for group in groups(costs, room):
-            taps: list[Tap] = []
+            if costs[group.start] > room:
+                yield made[group.start], _in_pieces(loaded, layers, padded[group.start], shape, features, room)
+                continue
             with layers.building():
-                for tokens in padded[group]:
-                    with loaded.tap(features) as tap:
-                        cache = loaded.make_cache()
-                        for chunk in _chunks(tokens, shape):
-                            loaded.model(mx.array(chunk), cache=cache)
-                    taps.append(tap)
-                del cache, tap  # the passes hold a layer's keys and values until they have been used, and no longer
+                # Only the passes hold a cache: a layer's keys and values go when they have been used.
+                taps = [_build(loaded, _chunks(t, shape), loaded.make_cache(), features) for t in padded[group]]
             layers.evaluate()
             for batch in made[group]:
                 yield batch, taps.pop(0).take()
+
+
+def _in_pieces(loaded, layers, tokens: np.ndarray, shape: BatchShape, features, room: int) -> TapRecord:
+    """One batch `[B,T]` that keeps too much for one reading of the model: some chunks at a time, with its caches kept.
+
+    Raises:
+        ContractError: not even one chunk fits (both figures named).
+    """
+    import mlx.core as mx
+
+    chunks, cache, records = _chunks(tokens, shape), loaded.make_cache(), []
+    # Caches grow in steps of 256 positions, and hold all layers now.
+    carried = 4 * len(tokens) * -(-tokens.shape[1] // 256) * 256 * 2 * loaded.geometry.hidden * len(loaded.model.layers)
+    one = kept_bytes(loaded.geometry, chunks[0].size, 1, features)
+    if carried + one > room:
+        raise ContractError(
+            "the memory budget does not hold one batch of a layer-major replay", field="batch_tokens",
+            got=f"{carried + one} bytes kept between layers", expected=f"<= {room} bytes",
+            fix="take smaller batches or chunks, fewer features or a larger memory budget",
+        )  # fmt: skip
+    count = (room - carried) // one
+    for start in range(0, len(chunks), count):
+        with layers.building():
+            tap = _build(loaded, chunks[start : start + count], cache, features)
+        layers.evaluate()
+        mx.eval([layer.state for layer in cache])
+        records.append(tap.take())
+    return _joined(records)
+
+
+def _build(loaded: LoadedModel, chunks: list[np.ndarray], cache: list, features: Iterable[str]) -> Tap:
+    """The passes of some chunks, nothing of them evaluated."""
+    import mlx.core as mx
+
+    with loaded.tap(features) as tap:
+        for chunk in chunks:
+            loaded.model(mx.array(chunk), cache=cache)
+    return tap
+
+
+def _joined(records: list[TapRecord]) -> TapRecord:
+    """Consecutive parts of one batch, joined along T."""
+    parts = [{f.name: getattr(record, f.name) for f in fields(record)} for record in records]
+    features = [part.pop("features") for part in parts]
+    whole = {k: None if v is None else np.concatenate([part[k] for part in parts], axis=1) for k, v in parts[0].items()}
+    joined = {name: np.concatenate([part[name] for part in features], axis=1) for name in features[0]}
+    return type(records[0])(**whole, features=joined)
 
 
 def _chunks(tokens: np.ndarray, shape: BatchShape) -> list[np.ndarray]:
