@@ -13,7 +13,7 @@ digest of that is how two arms that are the same arm are found out.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -180,13 +180,20 @@ def neurostream(request: Request) -> Running:
 
 
 def engine(request: Request) -> Running:
-    """This project's engine; settings are fields of `EngineOptions`."""
+    """This project's engine; settings are fields of `EngineOptions`, `layer` being a profile's name and overrides.
+
+    With a profile, every layer's last route is staged at the boundary of two steps, which waits until it is there:
+    what the source of the profiles does when it has no predictor.
+    """
     from ...models import activate
 
     blas = activate("auto", request.threads)
     from ...streaming import EngineOptions, StreamingEngine
+    from ...streaming.options import profile
 
-    streamed = StreamingEngine.load(request.weights, EngineOptions(**request.settings))
+    settings = dict(request.settings)
+    layer = profile(**settings.pop("layer")) if "layer" in settings else None
+    streamed = StreamingEngine.load(request.weights, EngineOptions(**settings, layer=layer))
     cache, store = streamed.cache, streamed.store
     options = {
         "runtime": "moelab",
@@ -196,6 +203,7 @@ def engine(request: Request) -> Running:
         "policy": streamed.options.policy,
         "slots": [int(slots) for slots in cache.pool_slots],
         "threads": streamed.options.threads,
+        "layer": None if layer is None else asdict(layer),
     }
 
     def report() -> dict[str, Any]:
@@ -208,7 +216,31 @@ def engine(request: Request) -> Running:
         }
 
     tokens = (token for token, _ in streamed.stream_tokens(request.prompt, max_tokens=request.tokens))
+    if layer is not None:
+        tokens = _staged_at_boundaries(streamed, tokens)
     return Running(options, tokens, report, lambda: store.physical_bytes)
+
+
+class _Routes:
+    """Notes the route of each layer in the latest pass, of its last token."""
+
+    def __init__(self):
+        self.last: dict[int, list[int]] = {}
+
+    def routed(self, *, step: int, layer: int, ids: Any, x: Any, now: float) -> None:
+        self.last[layer] = ids.reshape(-1, ids.shape[-1])[-1].tolist()
+
+    def ended(self, *, step: int) -> None:
+        pass
+
+
+def _staged_at_boundaries(streamed: Any, tokens: Iterator[int]) -> Iterator[int]:
+    routes = _Routes()
+    streamed.forward.listeners.append(routes)
+    for token in tokens:
+        for layer, ids in routes.last.items():
+            streamed.switches[layer].staged.stage(ids)
+        yield token
 
 
 def _versions(*libraries: str) -> dict[str, str]:

@@ -143,6 +143,9 @@ def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: g
         return [Arm(name="engine, pack", kind="engine", weights=checkpoint.path, role=OURS, error=str(error))]
     cycle = {"cache_bytes": shape.routed_bytes, "policy": "lru"}
     layer = {"cache_bytes": shape.top_k * shape.expert_bytes, "policy": "lru", "below_cycle": True}
+    # 64 slots that all layers share, and twice K staged slots a layer; its whole layers in prefill do not fit the cap.
+    edge0 = {"layer": {"name": "staged_k8", "full_layer_prefill": False, "staged_n": shape.top_k, "top_k": shape.top_k}}
+    edge0["layer"] |= {"staged_trigger": shape.top_k}
     cached = {"cache_bytes": max(options.engine_cache_mb * MB, shape.routed_bytes)}
     return [
         Arm(name="engine, pack", kind="engine", weights=pack, role=OURS, settings=cycle),
@@ -150,6 +153,13 @@ def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: g
         Arm(name="engine, pack, mmap", kind="engine", weights=pack, role=RIVAL, settings={**cycle, "reader": "mmap"}),
         Arm(name="engine, in place", kind="engine", weights=checkpoint.path, role=VARIANT, settings=cycle),
         Arm(name="engine, pack, cache", kind="engine", weights=pack, role=VARIANT, settings=cached),
+        Arm(
+            name="engine, edge0's settings",
+            kind="engine",
+            weights=pack,
+            role=VARIANT,
+            settings=edge0 | {"policy": "lru"},
+        ),
     ]
 
 
