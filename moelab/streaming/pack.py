@@ -128,11 +128,12 @@ def read_pack(folder: str | Path) -> Pack:
         )
     for layer in pack.layers:
         layout = layer.layout("stored")
-        if (layer.record_bytes, len(layer.checksums)) != (
-            layout.record_bytes,
-            pack.experts,
-        ) or layout.record_offsets != tuple(tensor.offset for tensor in layer.tensors):
-            raise ArtifactError("records are laid out otherwise", file=folder / MANIFEST, field=layer.file)
+        got = (layer.record_bytes, len(layer.checksums), tuple(tensor.offset for tensor in layer.tensors))
+        expected = (layout.record_bytes, pack.experts, layout.record_offsets)
+        if got != expected:
+            raise ArtifactError(
+                "records are laid out otherwise", file=folder / MANIFEST, field=layer.file, got=got, expected=expected
+            )
         require_size(folder / layer.file, pack.experts * layer.record_bytes)
     read_header(folder / WEIGHTS)
     return pack
