@@ -203,6 +203,17 @@ class Cache:
         self.unexpect(self._expected.lapsed(self.now))  # what was expected for this visit is known by now
         return hits
 
+    def used(self, layer: int, keys: Iterable[int]) -> None:
+        """The layer's turn uses these experts in slots that are not the cache's: the policy is told of those resident.
+
+        No lookup is counted and nothing is leased. A visit may follow for others of the same turn.
+        """
+        if self.layers == 1 or self.now < 0 or self.now % self.layers != layer:
+            self._begin(self.next_visit(layer))
+        resident = [key for key in keys if key in self._slot and key not in self.pins]
+        self._pools.part[layer].policy.touch(self.now, resident)
+        self.unexpect(self._expected.lapsed(self.now))
+
     def _begin(self, visit: int) -> None:
         self.now = visit
         self._unwant(self._holds.wanted[visit % self.layers])  # of a visit that did not read them

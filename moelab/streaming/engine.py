@@ -13,30 +13,25 @@ reserve is kept for attention caches and activations, and the expert cache gets 
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import mlx.core as mx
-import psutil
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_tokenizer
 
-from ..errors import ContractError, GeometryError, ParameterError
-from ..models.loading import PRECISIONS, LoadedModel, MoEGeometry, cast, measure, widen_experts
+from ..errors import ContractError, ParameterError
+from ..models.loading import PRECISIONS, LoadedModel, MoEGeometry
 from .cache import Cache
 from .device import VirtualDevice
-from .eviction import policy
+from .eviction import DEFAULT, policy
 from .forward import Forward
-from .install import hot_options, install, slots_beside, with_top_k
+from .install import hot_options, install, slots_beside
 from .memory import ExpertMemory
 from .options import LayerOptions
 from .schedule import Scheduler
-from .skeleton import Skeleton, drop_experts, skeleton
-from .slab import TYPES
-from .store import ExpertStore, open_store
+from .store import ExpertStore
+from .streamed import StreamedModel
 
 __all__ = ["EngineOptions", "StreamingEngine"]
 
@@ -49,7 +44,7 @@ class EngineOptions:
 
     Attributes:
         cache_bytes: of all expert slots, also those beside the cache; None = what `memory_budget_bytes` leaves.
-        policy: eviction policy by name (`eviction.POLICIES`); None = "layer-lfu", "hot-pin" if `layer` asks for pins.
+        policy: eviction policy by name (`eviction.POLICIES`); None = `eviction.DEFAULT`, "hot-pin" if `layer` pins.
         precision: of weights and activations, as in `models.load`.
         reader: "auto", "o_direct", "buffered" or "mmap" (`store.open_store`).
         device: a declared disk that every read is slowed to; None = this machine's own.
@@ -78,7 +73,7 @@ class EngineOptions:
     def __post_init__(self):
         pins = self.layer is not None and self.layer.hot_per_layer > 0
         if self.policy is None:
-            object.__setattr__(self, "policy", "hot-pin" if pins else "layer-lfu")
+            object.__setattr__(self, "policy", "hot-pin" if pins else DEFAULT)
         elif pins and self.policy != "hot-pin":
             raise ParameterError(
                 "only one policy pins", field="policy", got=self.policy, expected="hot-pin, or None, with hot_per_layer"
@@ -130,42 +125,13 @@ class StreamingEngine:
             UnsupportedModelError, StoreError: the checkpoint cannot be read, or not in place (then `moelab pack`).
         """
         options = EngineOptions() if options is None else options
-        given = [size for size in (memory_budget_bytes, options.cache_bytes) if size is not None]
-        if len(given) != 1 and (given or options.layer is None):
-            raise ParameterError(
-                "one budget is needed", field="memory_budget_bytes, options.cache_bytes",
-                got=(memory_budget_bytes, options.cache_bytes), expected="exactly one of them",
-            )  # fmt: skip
-        mx.set_cache_limit(options.allocator_cache_bytes)
-        frame = skeleton(model)
-        if options.layer is not None and options.layer.top_k is not None:
-            frame = with_top_k(frame, options.layer.top_k)
-        geometry = measure(frame.blocks)
-        cast(frame.network, options.precision)
-        widen_experts(frame.blocks, frame.path, allowed=False)
-        store = open_store(frame.path, reader=options.reader, precision=options.precision, device=options.device)
+        loaded = StreamedModel.load(model, options, memory_budget_bytes)
         try:
-            check_layouts(frame, store)
-            drop_experts(frame.blocks)
-            mx.eval(frame.network.parameters())
-            tokenizer = load_tokenizer(frame.path, eos_token_ids=frame.config.get("eos_token_id"))
-            loaded = LoadedModel(
-                frame.network, tokenizer, frame.path.resolve().name, frame.path, options.precision, frame.config,
-                frame.blocks, geometry,
-            )  # fmt: skip
-            gc.collect()
-            mx.clear_cache()
-            base = psutil.Process().memory_info().rss
-            if given:
-                budget = options.cache_bytes or room(memory_budget_bytes, base, options.reserve_bytes)
-            else:
-                slot = max(layout.slot_bytes for layout in store.layouts)
-                budget = options.layer.cache_slots * slot + slots_beside(options.layer, store)
-            memory = expert_memory(store, geometry, options, budget)
+            memory = expert_memory(loaded.store, loaded.geometry, options, loaded.slots_bytes)
         except BaseException:
-            store.close()
+            loaded.close()
             raise
-        return cls(loaded, memory, options, base)
+        return cls(loaded, memory, options, loaded.base_bytes)
 
     def generate(self, prompt: str | list[int], *, verbose: bool = False, **kwargs: Any) -> str:
         """The whole completion. Arguments as `stream_generate`; `verbose` prints it as it comes."""
@@ -214,30 +180,6 @@ class StreamingEngine:
 
     def __exit__(self, *details: Any) -> None:
         self.close()
-
-
-def room(memory_budget_bytes: int, base: int, reserve: int) -> int:
-    """What a budget for the whole process leaves for experts. Raises ContractError if that is nothing."""
-    if memory_budget_bytes <= base + reserve:
-        raise ContractError(
-            "the budget is spent before the first expert", field="memory_budget_bytes", got=memory_budget_bytes,
-            expected=f"> {base} (process without experts) + {reserve} (reserve)",
-        )  # fmt: skip
-    return memory_budget_bytes - base - reserve
-
-
-def check_layouts(frame: Skeleton, store: ExpertStore) -> None:
-    """Raise GeometryError unless the store has exactly the expert tensors that the model's layers have."""
-    for index, block in enumerate(frame.blocks):
-        wanted = {
-            name: (tuple(value.shape[1:]), value.dtype) for name, value in tree_flatten(block.switch.parameters())
-        }
-        have = {tensor.name: (tensor.shape, TYPES.get(tensor.run)) for tensor in store.layouts[index].tensors}
-        if have != wanted or store.experts != block.experts:
-            raise GeometryError(
-                "the store's experts are not the model's", file=frame.path, field=f"layer {block.layer_id}",
-                got=(have, store.experts), expected=(wanted, block.experts),
-            )  # fmt: skip
 
 
 def expert_memory(store: ExpertStore, geometry: MoEGeometry, options: EngineOptions, budget: int) -> ExpertMemory:

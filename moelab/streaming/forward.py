@@ -141,6 +141,12 @@ class Forward:
             self.announce(layer, self._ids, self._x)
         return demand
 
+    def served(self, layer: int, experts: np.ndarray) -> None:
+        """The layer's turn has these experts in slots beside the cache."""
+        self.memory.used(layer, experts.tolist())
+        if self.timeline.is_open(self.step, layer):  # a turn without a synchronisation has no row
+            self.timeline.asked(experts=len(experts), missing=0, read_bytes=0)
+
     def wait(self, demand: Demand) -> None:
         self.timeline.waited(demand.wait(), self.memory.clock())
 

@@ -200,6 +200,12 @@ class ExpertMemory:
             self.cache.unexpect([base + expert for expert in instead_of])
             self.cache.expect([base + expert for expert in experts], self.cache.next_visit(layer))
 
+    def used(self, layer: int, experts: Iterable[int]) -> None:
+        """The layer's turn uses these experts in slots that are not the cache's."""
+        base = layer * self.store.experts
+        with self._change:
+            self.cache.used(layer, [base + expert for expert in experts])
+
     def offer(self, layer: int, expert: int, source: np.ndarray) -> bool:
         """Let the cache keep a copy of an expert's slot `u8[slot_bytes]`. False: it has it, or nothing worth less."""
         key = layer * self.store.experts + expert

@@ -11,7 +11,8 @@ table says what each does here:
 | `staged_n` | Slots of a set. More ids than slots: kept by weight, refused without weights. |
 | `staged_trigger` | Indices of one staged token (K). The pass's phase decides what is staged, never a count; \
 checked against `staged_n`. |
-| `staged_sync` | True: `stage` returns when the slots are filled. False: filler threads fill them. |
+| `staged_sync` | True: `stage` returns when the slots are filled. False: the readers fill them, and a turn waits for \
+what is left. |
 | `asm_cache` | Assembled stacks are kept. They always are (slots): False is refused. |
 | `incr_stack` | True: `staged_n` slots, changed in place between passes. False: twice as many, the next set is filled \
 beside the active one. Either way only rows that change are written. Needs `staged_sync`. |
@@ -21,9 +22,9 @@ that it lacks would be lost). False: a set serves one pass. |
 | `hot_per_layer` | > 0: the cache's policy is hot-pin with so many pins a layer. |
 | `hot_update_interval`, `hot_decay`, `pin_bonus` | Of hot-pin, for `hot_per_layer` and `prefill_hot`. |
 | `cache_slots` | Size of the expert cache, where no byte budget is given. |
-| `prefetch_cap` | Speculative bytes in progress at most, in experts. |
 | `load_threads` | Reader threads. |
-| `prefetch_threads` | Filler threads, for staged slots and prefill windows. |
+| `prefetch_threads`, `prefetch_cap` | Reads ahead of demand (prefetch, windows, `staged_sync=False`) in progress at \
+the same time; the smaller of the two. |
 | `use_compile` | mlx-lm's own compiled activations run, always: False is refused (set MLX_DISABLE_COMPILE). |
 | `top_k` | Experts a token, instead of the model's own K, in prefill and decode. |
 | `full_layer_prefill` | A prefill pass reads whole layers, one ahead of the computation. |

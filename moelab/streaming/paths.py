@@ -84,20 +84,35 @@ class StagedSwitch(StreamingSwitch):
             raise GeometryError(
                 "another number of experts a token", field="top_k", got=indices.shape[-1], expected=self.options.top_k
             )
-        if self._forward.phase == DECODED and self.staged is not None:
-            if (rows := self.staged.serving()) is not None:
-                return self._on_staged(x, indices, rows)
-            self.staged.counters.fallback += 1
+        staged = self.staged if self._forward.phase == DECODED else None
+        # Ids that have to be read back are read back before anything is waited for.
+        on_device = isinstance(indices, mx.array) and self.options.on_missing in ("exact", "raise")
+        arrives = indices is not None and (staged is None or on_device)
+        ids = self._forward.arrive(self.layer, x, mx.array(indices)) if arrives else None
+        began = self._forward.memory.clock()
+        rows = self._window_rows(indices) if staged is None else staged.serving()
+        if arrives:
+            now = self._forward.memory.clock()
+            self._forward.timeline.waited(now - began, now)
+        if rows is not None and staged is not None:
+            return self._on_staged(x, indices, ids, rows)
+        if rows is not None:
+            return self._split(x, ids, rows, self._window.stack(self.layer))
         if indices is None:
             raise ContractError(
                 "nothing is staged that could be the route", field="indices", got=None,
                 expected="the router's ids", fix="ask staged.ids before the call, and call with ids if it is None",
             )  # fmt: skip
-        ids = self._forward.arrive(self.layer, x, mx.array(indices))
-        rows = self._window.take(self.layer) if self._window and self._forward.phase == PREFILLED else None
-        if rows is None:
-            return self._depart(self.exact(x, ids), ids)
-        return self._split(x, ids, rows, self._window.stack(self.layer))
+        if staged is not None:
+            staged.counters.fallback += 1
+        if ids is None:
+            ids = self._forward.arrive(self.layer, x, mx.array(indices))
+        return self._depart(self.exact(x, ids), ids)
+
+    def _window_rows(self, indices: mx.array | np.ndarray | None) -> StagedSet | None:
+        """The layer's window, in a prefill pass that knows its ids."""
+        wanted = self._window is not None and self._forward.phase == PREFILLED and indices is not None
+        return self._window.take(self.layer) if wanted else None
 
     # ------------------------------------------------------------------ predictions
 
@@ -143,7 +158,10 @@ class StagedSwitch(StreamingSwitch):
         share(self.inner, self._forward.memory.slab(self.layer).arrays)
         return super().exact(x, ids)
 
-    def _on_staged(self, x: mx.array, indices: mx.array | np.ndarray | None, rows: StagedSet) -> mx.array:
+    def _on_staged(
+        self, x: mx.array, indices: mx.array | np.ndarray | None, ids: np.ndarray | None, rows: StagedSet
+    ) -> mx.array:
+        """`ids` are `indices` on the host, where the device has given them."""
         if indices is None:
             if not self.options.staged_replace:
                 raise ParameterError(
@@ -153,12 +171,9 @@ class StagedSwitch(StreamingSwitch):
                     expected="True without indices",
                 )
             indices = np.broadcast_to(np.array(rows.ids), (*x.shape[:-1], len(rows.ids)))
-        if isinstance(indices, mx.array) and self.options.on_missing in ("zero", "anchor"):
+        if ids is None and isinstance(indices, mx.array):
             return self._by_table(x, indices, rows)
-        if isinstance(indices, np.ndarray) and (rows.table[indices] >= 0).all():
-            ids = indices
-        else:
-            ids = self._forward.arrive(self.layer, x, mx.array(indices))
+        ids = indices if ids is None else ids
         if (missing := rows.table[ids] < 0).any():
             if self.options.on_missing == "raise":
                 raise ContractError(
@@ -167,6 +182,8 @@ class StagedSwitch(StreamingSwitch):
                 )  # fmt: skip
             if self.options.on_missing != "exact":
                 return self._by_table(x, mx.array(ids), rows)
+            if ids is indices:
+                ids = self._forward.arrive(self.layer, x, mx.array(indices))
         self._count(ids, rows)
         self.staged.use(rows)
         return self._split(x, ids, rows, self.staged.stack)
@@ -175,6 +192,7 @@ class StagedSwitch(StreamingSwitch):
         """Experts of the set in its slots, the others exactly."""
         slots = rows.table[ids]
         inside = np.flatnonzero(slots >= 0)
+        self._forward.served(self.layer, np.unique(ids.reshape(-1)[inside]))
         if inside.size == ids.size:
             self._forward.announce(self.layer, ids, x)
             out = self._run(stack, x, mx.array(slots))
@@ -209,6 +227,7 @@ class StagedSwitch(StreamingSwitch):
     def _known(self, ids: np.ndarray, x: mx.array, rows: StagedSet) -> None:
         """At the end of the pass: what a turn without a synchronisation did."""
         self._count(ids, rows)
+        self._forward.served(self.layer, np.unique(ids[rows.table[ids] >= 0]))
         if self._window is not None:
             self._window.used(self.layer, ids)
         self._forward.announce(self.layer, ids, x)

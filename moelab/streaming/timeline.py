@@ -46,6 +46,11 @@ class Timeline:
         ):  # fmt: skip
             column.append(value)
 
+    def is_open(self, step: int, layer: int) -> bool:
+        """Is this visit the last that arrived, and not closed yet?"""
+        row = len(self.issue) - 1
+        return row >= 0 and len(self.consume) == row and (self.step[row], self.layer[row]) == (step, layer)
+
     def asked(self, *, experts: int, missing: int, read_bytes: int) -> None:
         self.experts[-1] += experts
         self.missing[-1] += missing

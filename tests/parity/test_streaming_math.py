@@ -13,7 +13,11 @@ STAGED = {
     "in_place": {"staged": True, "staged_n": 8, "incr_stack": True},
     "threads": {"staged": True, "staged_n": 8, "staged_sync": False},
 }
-WINDOWS = {"whole": {"full_layer_prefill": True}, "hot": {"prefill_hot": 3, "hot_update_interval": 1}}
+WINDOWS = {
+    "whole": {"full_layer_prefill": True},
+    "hot": {"prefill_hot": 3, "hot_update_interval": 1},  # the others are misses
+    "all hot": {"prefill_hot": E, "hot_update_interval": 1},
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

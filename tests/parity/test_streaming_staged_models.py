@@ -13,7 +13,7 @@ from moelab import models
 from moelab.errors import ContractError, GeometryError, ParameterError, UnsupportedModelError
 from moelab.models import tiny
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming import EngineOptions, StreamingEngine, write_pack
+from moelab.streaming import EngineOptions, StreamingEngine, eviction, write_pack
 from moelab.streaming.install import shared_expert, slots_beside, with_top_k
 from moelab.streaming.options import LayerOptions, profile
 from moelab.streaming.paths import StagedSwitch
@@ -245,7 +245,7 @@ def test_the_budget_holds_the_slots_beside_the_cache(tmp_path):
 
 def test_pins_need_the_policy_that_pins():
     assert EngineOptions(layer=LayerOptions(hot_per_layer=1)).policy == "hot-pin"
-    assert EngineOptions().policy == "layer-lfu"
+    assert EngineOptions().policy == eviction.DEFAULT
     with pytest.raises(ParameterError, match="only one policy pins"):
         EngineOptions(policy="lru", layer=LayerOptions(hot_per_layer=1))
 

@@ -460,6 +460,28 @@ def test_predictions_change_which_expert_is_pinned(hot, predicted, then, at_last
         assert turn(0, 1, 2, 3) == at_last
 
 
+def test_uses_of_staged_slots_count_where_hot_experts_are_chosen():
+    with world(hot_per_layer=1, hot_update_interval=1, policy_name="hot-pin", cache_slots=5) as made:
+        for other in (0, 2, 4):
+            one(made)[1].stage([7])
+            made.decode(X, np.array([[[other, 7]]], np.uint32))  # 7 from its slot
+        assert made.switches[0].staged.counters.used == 3
+        made.decode(X, np.array([[[1, 3, 5, 6]]], np.uint32))
+        assert 7 in made.cache.resident()  # three of 0, 2, 4 and 7 had to go
+
+
+def test_a_turn_has_one_row_in_the_timeline_if_it_synchronised():
+    with world(staged_sync=False) as made:
+        _, staged = one(made)
+        made.store.gate.clear()
+        staged.stage(SET)
+        threading.Timer(0.1, made.store.gate.set).start()
+        made.decode(X, mx.array(MIXED))
+        rows = made.forward.timeline.arrays()
+        assert (rows["experts"].tolist(), rows["missing"].tolist()) == ([4], [2])
+        assert rows["blocked"][0] > 0.05 > rows["compute"][0]  # waiting for a fill is no computing
+
+
 def test_predictions_protect_from_eviction_until_their_turn_is_over():
     with world(cache_slots=6) as made:
         switch, _ = one(made)
