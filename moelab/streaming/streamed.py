@@ -28,6 +28,7 @@ from mlx_lm.utils import load_tokenizer
 from ..errors import ContractError, GeometryError, ParameterError
 from ..files import digest_json
 from ..models.loading import LoadedModel, cast, measure, widen_experts
+from .install import slots_beside, with_top_k
 from .layer import share
 from .layerwise import LayerMajor
 from .pack import PackSource
@@ -48,7 +49,7 @@ class StreamedModel(LoadedModel):
     Attributes:
         store: its experts on disk.
         options: how it is streamed.
-        memory_budget_bytes: resident set of the whole process at most; None where `options.cache_bytes` is set.
+        memory_budget_bytes: resident set of the whole process at most; None where `options` count slots.
         base_bytes: resident set when everything but slots was loaded.
         waited_s: seconds that `run` waited for reads, so far.
         engine: the live engine inside `decoding()`, else None.
@@ -71,13 +72,16 @@ class StreamedModel(LoadedModel):
         from .engine import EngineOptions
 
         options = EngineOptions() if options is None else options
-        if (memory_budget_bytes is None) == (options.cache_bytes is None):
+        given = [size for size in (memory_budget_bytes, options.cache_bytes) if size is not None]
+        if len(given) != 1 and (given or options.layer is None):
             raise ParameterError(
                 "one budget is needed", field="memory_budget_bytes, options.cache_bytes",
                 got=(memory_budget_bytes, options.cache_bytes), expected="exactly one of them",
             )  # fmt: skip
         mx.set_cache_limit(options.allocator_cache_bytes)
         frame = skeleton(model)
+        if options.layer is not None and options.layer.top_k is not None:
+            frame = with_top_k(frame, options.layer.top_k)
         geometry = measure(frame.blocks)
         cast(frame.network, options.precision)
         widen_experts(frame.blocks, frame.path, allowed=False)
@@ -119,10 +123,14 @@ class StreamedModel(LoadedModel):
 
     @property
     def slots_bytes(self) -> int:
-        """Bytes for slots: `options.cache_bytes`, or what the process and the reserve leave of the budget."""
+        """Bytes for slots: `options.cache_bytes`, what the process and the reserve leave of the budget, or what
+        `options.layer` counts. Raises ContractError if nothing is left."""
         if self.options.cache_bytes is not None:
             return self.options.cache_bytes
-        return self.memory_budget_bytes - self.base_bytes - self.options.reserve_bytes
+        if self.memory_budget_bytes is not None:
+            return room(self.memory_budget_bytes, self.base_bytes, self.options.reserve_bytes)
+        slot = max(layout.slot_bytes for layout in self.store.layouts)
+        return self.options.layer.cache_slots * slot + slots_beside(self.options.layer, self.store)
 
     @property
     def cycle_bytes(self) -> int:
@@ -234,6 +242,16 @@ class StreamedModel(LoadedModel):
 
     def __exit__(self, *details: Any) -> None:
         self.close()
+
+
+def room(memory_budget_bytes: int, base: int, reserve: int) -> int:
+    """What a budget for the whole process leaves for experts. Raises ContractError if that is nothing."""
+    if memory_budget_bytes <= base + reserve:
+        raise ContractError(
+            "the budget is spent before the first expert", field="memory_budget_bytes", got=memory_budget_bytes,
+            expected=f"> {base} (process without experts) + {reserve} (reserve)",
+        )  # fmt: skip
+    return memory_budget_bytes - base - reserve
 
 
 def check_layouts(frame: Skeleton, store: ExpertStore) -> None:
