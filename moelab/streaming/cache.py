@@ -204,10 +204,7 @@ class Cache:
         return hits
 
     def used(self, layer: int, keys: Iterable[int]) -> None:
-        """The layer's turn uses these experts in slots that are not the cache's: the policy is told of those resident.
-
-        No lookup is counted and nothing is leased. A visit may follow for others of the same turn.
-        """
+        """The layer's turn uses these in slots beside the cache: tell the policy. No lookup; a visit may follow."""
         if self.layers == 1 or self.now < 0 or self.now % self.layers != layer:
             self._begin(self.next_visit(layer))
         resident = [key for key in keys if key in self._slot and key not in self.pins]

@@ -14,6 +14,7 @@ reserve is kept for attention caches and activations, and the expert cache gets 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -126,12 +127,13 @@ class StreamingEngine:
         """
         options = EngineOptions() if options is None else options
         loaded = StreamedModel.load(model, options, memory_budget_bytes)
-        try:
+        with ExitStack() as undo:
+            undo.callback(loaded.close)
             memory = expert_memory(loaded.store, loaded.geometry, options, loaded.slots_bytes)
-        except BaseException:
-            loaded.close()
-            raise
-        return cls(loaded, memory, options, loaded.base_bytes)
+            undo.callback(memory.close)
+            engine = cls(loaded, memory, options, loaded.base_bytes)
+            undo.pop_all()
+        return engine
 
     def generate(self, prompt: str | list[int], *, verbose: bool = False, **kwargs: Any) -> str:
         """The whole completion. Arguments as `stream_generate`; `verbose` prints it as it comes."""

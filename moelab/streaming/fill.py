@@ -19,7 +19,7 @@ from .schedule import P0, P1, Ticket
 if TYPE_CHECKING:
     from .memory import ExpertMemory
 
-__all__ = ["Fill"]
+__all__ = ["Fill", "offer"]
 
 
 class Fill:
@@ -137,3 +137,17 @@ class Fill:
             return list(self.copied)
         missing = {key % self.memory.store.experts for key in self.pending}
         return self.copied + [expert for expert in self.read if expert not in missing]
+
+
+def offer(memory: ExpertMemory, layer: int, expert: int, source: np.ndarray) -> bool:
+    """Let the cache keep a copy of an expert's slot, `u8[slot_bytes]`. False: it has it, or nothing worth less."""
+    key = layer * memory.store.experts + expert
+    with memory._change:
+        memory._check_open()
+        if memory.cache.slot(key) is not None or memory.scheduler.ticket(key) is not None:
+            return False
+        if (grant := memory.cache.reserve(key, speculative=True)) is None:
+            return False
+        memory.slabs[grant.pool].host[grant.slot] = source
+        memory.cache.settle(key, grant.generation)
+        return True

@@ -54,9 +54,9 @@ class Demand:
         """`bool[n]`: not resident when asked."""
         return ~np.array(self.hits, bool)
 
-    def wait(self) -> float:
-        """Return when every expert is resident; seconds since the call. Raises what a read raised."""
-        return self.memory._wait(self)
+    def wait(self, leave: int = 0) -> float:
+        """Return when all experts but `leave` are resident; seconds since the call. Raises what a read raised."""
+        return self.memory._wait(self, leave)
 
 
 class ExpertMemory:
@@ -142,12 +142,12 @@ class ExpertMemory:
                 self._change.notify_all()
         return demand
 
-    def _wait(self, demand: Demand) -> float:
+    def _wait(self, demand: Demand, leave: int) -> float:
         began = self.clock()
         with self._change:
-            while demand.waiting:
+            while len(demand.waiting) > leave:
                 self._collect(demand)
-                if not demand.waiting:
+                if len(demand.waiting) <= leave:
                     break
                 self._check_open()
                 if (started := self._start(urgent=True)) is not None:
@@ -205,18 +205,6 @@ class ExpertMemory:
         base = layer * self.store.experts
         with self._change:
             self.cache.used(layer, [base + expert for expert in experts])
-
-    def offer(self, layer: int, expert: int, source: np.ndarray) -> bool:
-        """Let the cache keep a copy of an expert's slot `u8[slot_bytes]`. False: it has it, or nothing worth less."""
-        key = layer * self.store.experts + expert
-        with self._change:
-            if self._closed or self.cache.slot(key) is not None or self.scheduler.ticket(key) is not None:
-                return False
-            if (grant := self.cache.reserve(key, speculative=True)) is None:
-                return False
-            self.slabs[grant.pool].host[grant.slot] = source
-            self.cache.settle(key, grant.generation)
-            return True
 
     def cancel(self, *, owner: str, generation: int) -> int:
         """Withdraw what an owner queued; reads in progress finish and may fill the cache."""

@@ -80,10 +80,7 @@ class StagedSwitch(StreamingSwitch):
 
     def __call__(self, x: mx.array, indices: mx.array | np.ndarray | None = None) -> mx.array:
         self._forward.enter()
-        if indices is not None and self.options.top_k not in (None, indices.shape[-1]):
-            raise GeometryError(
-                "another number of experts a token", field="top_k", got=indices.shape[-1], expected=self.options.top_k
-            )
+        self._check(x, indices)
         staged = self.staged if self._forward.phase == DECODED else None
         # Ids that have to be read back are read back before anything is waited for.
         on_device = isinstance(indices, mx.array) and self.options.on_missing in ("exact", "raise")
@@ -108,6 +105,18 @@ class StagedSwitch(StreamingSwitch):
         if ids is None:
             ids = self._forward.arrive(self.layer, x, mx.array(indices))
         return self._depart(self.exact(x, ids), ids)
+
+    def _check(self, x: mx.array, indices: mx.array | np.ndarray | None) -> None:
+        top_k, experts = self.options.top_k, self._forward.memory.store.experts
+        if indices is not None and (indices.shape[:-1] != x.shape[:-1] or top_k not in (None, indices.shape[-1])):
+            raise GeometryError(
+                "not a route of these tokens", field="indices", got=indices.shape,
+                expected=(*x.shape[:-1], top_k or "K"),
+            )  # fmt: skip
+        if isinstance(indices, np.ndarray) and not ((indices >= 0) & (indices < experts)).all():
+            raise GeometryError(
+                "no such expert", field="indices", got=np.unique(indices).tolist(), expected=f"0 to {experts - 1}"
+            )
 
     def _window_rows(self, indices: mx.array | np.ndarray | None) -> StagedSet | None:
         """The layer's window, in a prefill pass that knows its ids."""
@@ -165,10 +174,7 @@ class StagedSwitch(StreamingSwitch):
         if indices is None:
             if not self.options.staged_replace:
                 raise ParameterError(
-                    "the staged set is not the route",
-                    field="staged_replace",
-                    got=False,
-                    expected="True without indices",
+                    "without indices the staged set is the route", field="staged_replace", got=False, expected=True
                 )
             indices = np.broadcast_to(np.array(rows.ids), (*x.shape[:-1], len(rows.ids)))
         if ids is None and isinstance(indices, mx.array):
@@ -185,7 +191,7 @@ class StagedSwitch(StreamingSwitch):
             if ids is indices:
                 ids = self._forward.arrive(self.layer, x, mx.array(indices))
         self._count(ids, rows)
-        self.staged.use(rows)
+        self.staged.served = True
         return self._split(x, ids, rows, self.staged.stack)
 
     def _split(self, x: mx.array, ids: np.ndarray, rows: StagedSet, stack: Stack) -> mx.array:
@@ -195,23 +201,23 @@ class StagedSwitch(StreamingSwitch):
         self._forward.served(self.layer, np.unique(ids.reshape(-1)[inside]))
         if inside.size == ids.size:
             self._forward.announce(self.layer, ids, x)
-            out = self._run(stack, x, mx.array(slots))
+            out = self._run(stack, rows, x, mx.array(slots))
         elif not inside.size:
             out = self.exact(x, ids)
         else:
             outside = np.flatnonzero(slots < 0)
             tokens, flat = np.arange(ids.size) // ids.shape[-1], x.reshape(-1, x.shape[-1])
-            here = self._run(stack, flat[mx.array(tokens[inside])], mx.array(slots.reshape(-1)[inside, None]))
+            here = self._run(stack, rows, flat[mx.array(tokens[inside])], mx.array(slots.reshape(-1)[inside, None]))
             mx.async_eval(here)  # computed while the others are read
             there = self.exact(flat[mx.array(tokens[outside])], ids.reshape(-1)[outside, None])
             back = mx.array(np.argsort(np.concatenate([inside, outside])))
             out = mx.concatenate([here[:, 0], there[:, 0]])[back].reshape(*ids.shape, -1)
-        return self._depart(out, ids, stack, rows)
+        return self._depart(out, ids, stack)
 
     def _by_table(self, x: mx.array, indices: mx.array, rows: StagedSet) -> mx.array:
         """Slots looked up on the device; what is not staged gives nothing, or what the anchor gives."""
         slots = rows.device[indices]
-        missing, out = slots < 0, self._run(self.staged.stack, x, mx.maximum(slots, 0))
+        missing, out = slots < 0, self._run(self.staged.stack, rows, x, mx.maximum(slots, 0))
         stand_in = mx.zeros((), out.dtype) if self.options.on_missing == "zero" else self._anchor(x)[..., None, :]
         if stand_in.ndim and stand_in.shape[-1] != out.shape[-1]:
             raise GeometryError(
@@ -219,7 +225,7 @@ class StagedSwitch(StreamingSwitch):
                 expected=out.shape[-1],
             )  # fmt: skip
         out = mx.where(missing[..., None], stand_in, out)
-        self.staged.use(rows)
+        self.staged.served = True
         self._forward.depart(out, then=self.staged.stack.release)
         self._forward.tally(indices, lambda ids: self._known(ids, x, rows))
         return out
@@ -232,21 +238,19 @@ class StagedSwitch(StreamingSwitch):
             self._window.used(self.layer, ids)
         self._forward.announce(self.layer, ids, x)
 
-    def _run(self, stack: Stack, x: mx.array, slots: mx.array) -> mx.array:
+    def _run(self, stack: Stack, rows: StagedSet, x: mx.array, slots: mx.array) -> mx.array:
+        stack.hold(rows)
         share(self.inner, stack.slab.arrays)
         return self.inner(x, slots)
 
     def _count(self, ids: np.ndarray, rows: StagedSet) -> None:
         missing, counters = int((rows.table[ids] < 0).sum()), self.staged.counters
         counters.used += ids.size - missing
-        name = (
-            {"exact": "exact", "zero": "zeroed", "anchor": "anchored"}[self.options.on_missing] if missing else "used"
-        )
-        setattr(counters, name, getattr(counters, name) + missing)
+        counters.exact += missing * (self.options.on_missing == "exact")
+        counters.zeroed += missing * (self.options.on_missing == "zero")
+        counters.anchored += missing * (self.options.on_missing == "anchor")
 
-    def _depart(
-        self, out: mx.array, ids: np.ndarray, stack: Stack | None = None, rows: StagedSet | None = None
-    ) -> mx.array:
+    def _depart(self, out: mx.array, ids: np.ndarray, stack: Stack | None = None) -> mx.array:
         if self._window is not None:
             self._window.used(self.layer, ids)
         self._forward.depart(out, then=None if stack is None else stack.release)

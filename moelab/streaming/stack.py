@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ContractError, GeometryError
-from .fill import Fill
+from .fill import Fill, offer
 from .memory import ExpertMemory
 from .slab import Slab
 
@@ -177,7 +177,7 @@ class Stack:
             self._offer(key, slot)
 
     def _offer(self, key: int, slot: int) -> None:
-        if self.memory.offer(*divmod(key, self.memory.store.experts), self.slab.host[slot]):
+        if offer(self.memory, *divmod(key, self.memory.store.experts), self.slab.host[slot]):
             self.counters.offered += 1
         else:
             self.counters.refused += 1

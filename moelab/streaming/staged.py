@@ -65,6 +65,7 @@ class StagedSlots:
     Attributes:
         stack: the slots.
         counters: of this layer; those of the slots are `stack.counters`.
+        served: a turn has used the active set.
     """
 
     def __init__(self, forward: Forward, layer: int, options: LayerOptions):
@@ -76,11 +77,11 @@ class StagedSlots:
         self.counters = StagedCounters()
         self._active: StagedSet | None = None
         self._next: Filling | StagedSet | None = None
-        self._served = False
+        self.served = False
         self._due = self._next_due = -1  # pass that each set is for
 
     def stage(self, ids: Sequence[int], *, weights: Sequence[float] | None = None, deadline: float = math.inf) -> None:
-        """Ask for the set of the next pass.
+        """Ask for the set of the next pass. By the thread that runs the passes, in one or between two.
 
         Args:
             ids: distinct, in the order of their slots (`staged_replace`: of the route).
@@ -103,7 +104,7 @@ class StagedSlots:
         self._advance()
         self._forget_next()
         if in_place:
-            if self._active is not None and not self._served:
+            if self._active is not None and not self.served:
                 self.counters.unserved += 1
             self._active = None  # its slots are about to change
         filling = self.stack.fill(
@@ -125,20 +126,15 @@ class StagedSlots:
         if self._next is None:
             return
         self.wait()
-        if self._active is not None and not self._served:
+        if self._active is not None and not self.served:
             self.counters.unserved += 1
-        self._active, self._due, self._next, self._served = self._next, self._next_due, None, False
+        self._active, self._due, self._next, self.served = self._next, self._next_due, None, False
 
     def serving(self) -> StagedSet | None:
         """The set for the layer's turn in the pass in progress; None when nothing is staged for it."""
         self._advance()
         lasting = self._active is not None and (self._lasts or self._due >= self._forward.step)
         return self._active if lasting else None
-
-    def use(self, rows: StagedSet) -> None:
-        """A graph over the set's slots has been built."""
-        self._served = True
-        self.stack.hold(rows)
 
     @property
     def ids(self) -> tuple[int, ...] | None:

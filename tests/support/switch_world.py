@@ -137,6 +137,13 @@ class World:
         )  # fmt: skip
         scheduler = Scheduler(max_inflight_bytes=8 * max(sizes))
         self.memory = ExpertMemory(self.store, self.cache, scheduler, threads=threads)
+        try:
+            self._install(options, kind, precision, layers, anchor)
+        except BaseException:
+            self.memory.close()
+            raise
+
+    def _install(self, options, kind, precision, layers, anchor) -> None:
         self.forward = Forward(self.memory)
         windowed = options.full_layer_prefill or options.prefill_hot
         self.window = PrefillWindow(self.forward, options) if windowed else None

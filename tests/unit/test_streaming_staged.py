@@ -404,6 +404,14 @@ def test_every_route_is_told_to_listeners_once(own, call, phase):
         assert Ear.heard == [(0, 0, want, X.shape), 0]
 
 
+@pytest.mark.parametrize("ids", [[[[E, 0, 1, 2]]], [[[-1, 0, 1, 2]]], [[0, 1, 2, 3]], [[[0, 1]], [[2, 3]]]])
+def test_a_route_that_is_none_is_refused(ids):
+    with world() as made:
+        one(made)[1].stage(SET)
+        with pytest.raises(GeometryError, match="indices"):
+            made.decode(X, np.array(ids))
+
+
 # ---------------------------------------------------------------- the lazy hazard
 
 
