@@ -65,6 +65,7 @@ class SimulationOptions(Options):
     before: float = param(0.5, "share of a layer's compute before its ids are known", min=0.0, max=1.0)
     sync: float = param(0.0, "a synchronisation, as a share of a layer's compute", min=0.0)
     readers: int = param(4, "reads in flight at most", min=1)
+    check_tokens: int = param(16, "decoded tokens of each real run that is compared with its simulation", min=2)
 
 
 def simulation(options: SimulationOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
@@ -91,7 +92,7 @@ def simulation_model(model: str, options: SimulationOptions, observations: Path)
             "simulation",
             inputs={"observations": records.artifact.content},
             params={
-                **options.own(),
+                **{name: value for name, value in options.own().items() if name != "check_tokens"},
                 "runtime": models.runtime_identity(loaded.precision),
                 "figures_version": FIGURES_VERSION,
             },

@@ -39,7 +39,7 @@ _HOMES = {
     "oracle": ("NoisyOracle", "Oracle", "PreviousToken"),
     "simulator": ("ISSUE", "simulate"),
     "simulation": ("Simulation", "share_of_possible"),
-    "validation": ("Recording", "device_of", "record", "resimulate"),
+    "validation": ("Recording", "device_of", "record", "resimulate", "wake_late_s"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_OWNER)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,9 +33,10 @@ from .simulator import simulate
 
 if TYPE_CHECKING:
     from .engine import StreamingEngine
+    from .oracle import Candidate
     from .store import ExpertStore
 
-__all__ = ["Recording", "device_of", "record", "resimulate"]
+__all__ = ["Recording", "device_of", "record", "resimulate", "wake_late_s"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,14 +128,21 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
 
 
 def resimulate(
-    engine: StreamingEngine, recording: Recording, device: VirtualDevice, *, times: Recording | None = None
+    engine: StreamingEngine,
+    recording: Recording,
+    device: VirtualDevice,
+    *,
+    times: Recording | None = None,
+    predictor: Callable[[int, int], Sequence[Candidate] | None] | None = None,
+    issue: str = "in_forward",
 ) -> Simulation:
-    """The recording's routes through a cache and scheduler as the engine's, demand only.
+    """The recording's routes through a cache and scheduler as the engine's.
 
     Args:
         device: what the engine read from.
         times: whose compute times; default the recording's own. Of another recording the median of its
             decoded passes is taken, layer by layer.
+        predictor, issue: of the `Issuer` that was at work; it is asked of decoded passes, counted from 0.
     """
     passes = Passes.of(recording.ids, experts=engine.store.experts, phase=recording.phase, order="sorted")
     compute_s, tail_s = recording.compute_s, recording.tail_s
@@ -162,6 +170,8 @@ def resimulate(
         boundary_s=tail_s,
         threads=engine.options.threads,
         asking_reads=True,
+        predictor=None if predictor is None else lambda step, layer: predictor(step - 1, layer) if step else None,
+        issue=issue,
     )
 
 
@@ -173,6 +183,19 @@ def device_of(store: ExpertStore, *, depth: int, reads: int = 64, seed: int = 0)
     size = sum(store.nbytes(layer) for layer in range(store.layers)) / store.layers
     rates = [_rate(store, threads, reads, seed) for threads in (1, depth)]
     return VirtualDevice.of_rates(*rates, size=size)
+
+
+def wake_late_s(*, sleep_s: float = 4e-3, times: int = 25) -> float:
+    """Mean seconds by which this machine, as busy as it is now, wakes a sleeping thread late.
+
+    A throttled read and the wait for it end with a thread that wakes: what no simulated device knows of.
+    """
+    late = 0.0
+    for _ in range(times):
+        until = time.perf_counter() + sleep_s
+        time.sleep(sleep_s)
+        late += max(0.0, time.perf_counter() - until)
+    return late / times
 
 
 def _rate(store: ExpertStore, threads: int, reads: int, seed: int) -> float:

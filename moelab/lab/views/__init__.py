@@ -50,7 +50,14 @@ from .routes import (
     tour,
     training_times,
 )
-from .simulation import issue_points, simulated_caches, simulated_contour, simulated_issue, simulated_speedups
+from .simulation import (
+    issue_points,
+    simulated_caches,
+    simulated_contour,
+    simulated_issue,
+    simulated_speedups,
+    simulation_check,
+)
 from .verdicts import contour, frame, gate_table, hit_curves, machine, reasons, systems
 
 __all__ = [
@@ -104,6 +111,7 @@ __all__ = [
     "simulated_contour",
     "simulated_issue",
     "simulated_speedups",
+    "simulation_check",
     "speeds",
     "systems",
     "tour",

@@ -63,6 +63,24 @@ def simulated_contour(figures: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(figures["contour"])
 
 
+def simulation_check(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """One row a model and real run, beside its simulation."""
+    names = {
+        "store": "store",
+        "prediction": "prediction",
+        "tokens": "tokens",
+        "seconds": "seconds a token",
+        "simulated_seconds": "simulated",
+        "ratio": "simulated / real",
+        "wake_late_ms": "threads wake late by (ms)",
+        "hits": "hits",
+        "simulated_hits": "simulated hits",
+        "read_bytes": "bytes read",
+        "simulated_bytes": "simulated bytes",
+    }
+    return _rows(found, "rows", names)
+
+
 def simulated_speedups(figures: Mapping[str, Any]) -> pd.DataFrame:
     """The contour in long form: `series` names the recall, and the model that says so."""
     frame = pd.DataFrame(figures["contour"])
