@@ -37,7 +37,7 @@ def check_tensor(name: str, value: object, shape: tuple[int | str, ...], dtypes=
 def check_finite(name: str, value: Tensor) -> Tensor:
     """Refuse NaN and infinities, and say where the first one is."""
     # The sum of finite values may overflow, but that of others is never finite: one cheap pass for good input.
-    if math.isfinite(value.detach().sum().item()):
+    if math.isfinite(value.sum().item()):
         return value
     finite = torch.isfinite(value)
     if not finite.all():

@@ -36,12 +36,12 @@ class Decision:
     selected_scores: Tensor
     expert_ids: tuple[str, ...]
 
-    @cached_property
+    @property
     def slot_indices(self) -> Tensor:
         """`[B, T, S]` the indices with a slot axis, of length 1 for a top-1 decision."""
         return self.selected_indices
 
-    @cached_property
+    @property
     def slot_scores(self) -> Tensor:
         """`[B, T, S]` the scores with a slot axis."""
         return self.selected_scores
@@ -70,11 +70,11 @@ class Top1Decision(Decision):
     selected_scores: `[B, T]`.
     """
 
-    @cached_property
+    @property
     def slot_indices(self) -> Tensor:
         return self.selected_indices.unsqueeze(-1)
 
-    @cached_property
+    @property
     def slot_scores(self) -> Tensor:
         return self.selected_scores.unsqueeze(-1)
 

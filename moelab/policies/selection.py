@@ -65,8 +65,11 @@ class Selection:
 
     def decide(self, bank: Tensor, indices: Tensor, expert_ids: tuple[str, ...], **extra: Tensor) -> Decision:
         """Attach to the chosen indices their own scores."""
-        slots = indices if indices.dim() == bank.dim() else indices.unsqueeze(-1)
-        return self.decision_type(indices, bank.gather(-1, slots).view_as(indices), expert_ids, **extra)
+        if indices.dim() == bank.dim():
+            scores = bank.gather(-1, indices)
+        else:
+            scores = bank.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
+        return self.decision_type(indices, scores, expert_ids, **extra)
 
 
 @dataclass(frozen=True)
