@@ -262,7 +262,7 @@ class ExpertMemory:
         self._change.release()
         try:
             self.store.read_into(ticket.layer, ticket.key % self.store.experts, out)
-        except Exception as raised:  # typed by the store; handed to whoever waits for this expert
+        except BaseException as raised:  # typed by the store; handed to whoever waits for this expert
             error = raised
         finally:
             self._change.acquire()
@@ -279,6 +279,8 @@ class ExpertMemory:
             else:
                 self.prefetch_errors, self.prefetch_error = self.prefetch_errors + 1, error
         self._change.notify_all()
+        if error is not None and not isinstance(error, Exception):  # the reading thread was interrupted
+            raise error
 
     def _ticket(self, key: int, layer: int, priority: int, now: float) -> Ticket:
         return Ticket(

@@ -77,6 +77,9 @@ class Filling:
         """The set, all of it in its slots. Raises what a read raised; nothing of the set is then in service."""
         try:
             self.fill.wait()
+        except BaseException:
+            self.fill.cancel()  # interrupted: no slot may be given away that a thread still writes
+            raise
         finally:
             self.stack._settle(self)
         return self.stack._set(self)
@@ -126,13 +129,8 @@ class Stack:
             GeometryError: an id outside of the layer, or twice.
             ContractError: too few slots that are neither kept nor held.
         """
-        experts = self.memory.store.experts
-        ids = tuple(int(i) for i in ids)
-        if len(set(ids)) != len(ids) or any(not 0 <= i < experts for i in ids):
-            raise GeometryError(
-                "not experts of a layer", field="ids", got=ids, expected=f"distinct, 0 to {experts - 1}"
-            )
-        began, base = self.memory.clock(), layer * experts
+        ids = self.checked(ids)
+        began, base = self.memory.clock(), layer * self.memory.store.experts
         for i in ids:
             if base + i in self._slot:  # wanted again: last to go
                 self._slot[base + i] = self._slot.pop(base + i)
@@ -148,17 +146,31 @@ class Stack:
                 fix="fill after the pass has ended, or beside the set in service (incr_stack=False)",
             )  # fmt: skip
         fresh = dict(zip(missing, free, strict=False))
-        for slot in fresh.values():
-            self._vacate(slot, old.get(slot))
-        fill = Fill(
-            self.memory, layer, missing, [self.slab.host[slot] for slot in fresh.values()], urgent=urgent,
-            deadline=deadline, together=self.together or not urgent,
-        )  # fmt: skip
+        try:
+            for slot in fresh.values():
+                self._vacate(slot, old.get(slot))
+            fill = Fill(
+                self.memory, layer, missing, [self.slab.host[slot] for slot in fresh.values()], urgent=urgent,
+                deadline=deadline, together=self.together or not urgent,
+            )  # fmt: skip
+        except BaseException:
+            used = {*self._slot.values(), *self._empty}
+            self._empty += [slot for slot in fresh.values() if slot not in used]
+            raise
         self.counters.kept += len(here)
         self.counters.copied += len(fill.copied)
         self.counters.read += len(fill.read)
         self.counters.fill_s += self.memory.clock() - began
         return Filling(self, ids, [{**here, **fresh}[i] for i in ids], fill, fresh)
+
+    def checked(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids, as integers. Raises GeometryError for one outside of a layer, or twice."""
+        ids, experts = tuple(int(i) for i in ids), self.memory.store.experts
+        if len(set(ids)) != len(ids) or any(not 0 <= i < experts for i in ids):
+            raise GeometryError(
+                "not experts of a layer", field="ids", got=ids, expected=f"distinct, 0 to {experts - 1}"
+            )
+        return ids
 
     def hold(self, rows: StagedSet) -> None:
         """A graph that reads this set's slots has been built."""

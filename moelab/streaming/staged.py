@@ -100,7 +100,7 @@ class StagedSlots:
                 "slots changed in place are filled between passes", field="incr_stack", got="in a pass",
                 expected="no pass open", fix="incr_stack=False fills beside the set in service",
             )  # fmt: skip
-        ids = self._fitting(tuple(int(i) for i in ids), weights)
+        ids = self._fitting(self.stack.checked(ids), weights)
         self._advance()
         self._forget_next()
         if in_place:

@@ -60,7 +60,7 @@ class ArrayStore:
         gate: reads wait while it is clear.
         delay: seconds of a read.
         log: reads that ended, `(layer, expert)`; `most` of them were in progress at the same time.
-        fails: reads that raise.
+        fails, error: reads that raise, and what.
     """
 
     def __init__(self, switches: list[nn.Module]):
@@ -83,6 +83,7 @@ class ArrayStore:
         self.delay, self.most, self._reading = 0.0, 0, 0
         self.log: list[tuple[int, int]] = []
         self.fails: set[tuple[int, int]] = set()
+        self.error: BaseException = OSError(5, "Input/output error")
 
     def nbytes(self, layer: int) -> int:
         return self.layouts[layer].stored_bytes
@@ -100,7 +101,7 @@ class ArrayStore:
     def _read(self, layer: int, expert: int, out: np.ndarray) -> int:
         out[:] = 0xFF  # a slot in the middle of a read holds rubbish: NaN in every type
         if (layer, expert) in self.fails:
-            raise OSError(5, "Input/output error")
+            raise self.error
         for name, view in self.layouts[layer].arrays(out).items():
             view[:] = self.parameters[layer][name][expert]
         self.log.append((layer, expert))

@@ -290,6 +290,35 @@ def test_a_read_that_fails_is_raised_and_leaves_nothing_staged(own):
         )
 
 
+@pytest.mark.parametrize("own", [{}, {"incr_stack": True, "warm_willneed": True}, {"staged_sync": False}], ids=str)
+def test_an_interrupted_fill_gives_no_slot_away_and_can_be_repeated(own):
+    with world(threads=0, **own) as made:  # the waiting thread reads, and is interrupted
+        _, staged = one(made)
+        made.store.fails, made.store.error = {(0, 2)}, KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            staged.stage(SET)
+            staged.wait()
+        assert staged.ids is None and not made.memory.outside and not made.memory.scheduler.pending
+        made.store.fails = set()
+        staged.stage(SET)
+        np.testing.assert_array_equal(made.decode(X, mx.array(IDS)), made.expected(X, IDS))
+        assert len(staged.stack._empty) + len(staged.stack._slot) == staged.stack.slab.slots
+
+
+def test_a_refused_request_leaves_the_one_before():
+    with world() as made:
+        _, staged = one(made)
+        staged.stage(SET)
+        for wrong, error in (([0, 0], GeometryError), ([0, 1, 2, 3, 4], ParameterError)):
+            with pytest.raises(error):
+                staged.stage(wrong)
+        assert staged.ids == tuple(SET)
+        made.memory.close()
+        with pytest.raises(ContractError, match="closed"):
+            staged.stage([1, 3, 4, 6])
+        assert len(staged.stack._empty) + len(staged.stack._slot) == staged.stack.slab.slots
+
+
 def test_a_read_whose_deadline_passed_in_the_queue_is_read_when_it_is_waited_for():
     with world(staged_sync=False, threads=0) as made:
         _, staged = one(made)
