@@ -147,8 +147,8 @@ class Forward:
         if self.timeline.is_open(self.step, layer):  # a turn without a synchronisation has no row
             self.timeline.asked(experts=len(experts), missing=0, read_bytes=0)
 
-    def wait(self, demand: Demand) -> None:
-        self.timeline.waited(demand.wait(), self.memory.clock())
+    def wait(self, demand: Demand, *, leave: int = 0) -> None:
+        self.timeline.waited(demand.wait(leave), self.memory.clock())
 
     def groups(self, layer: int, experts: np.ndarray) -> list[np.ndarray]:
         """Positions in `experts`, in parts that each have a slot for every member; residents first."""

@@ -15,7 +15,7 @@ from moelab.models import tiny
 from moelab.models.gates import REFUSED
 from moelab.models.tiny_configs import FAMILIES
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming import EngineOptions, StreamingEngine, write_pack
+from moelab.streaming import EngineOptions, StreamingEngine, VirtualDevice, layer, write_pack
 
 PROMPT = list(range(20, 90))
 
@@ -119,6 +119,16 @@ def test_quantised_in_place_and_packed(bits, tmp_path):
 def small(tmp_path):
     tiny.save("qwen3_moe", tmp_path, seed=1)
     return tmp_path
+
+
+def test_experts_computed_as_they_land(small, monkeypatch):
+    """As large experts are: in several goes. Every row keeps its bits and its place."""
+    monkeypatch.setattr(layer, "WORTH_SPLITTING", 0)
+    want = resident_tokens(small, PROMPT, 40)
+    for cycles in (1, 2):
+        device = VirtualDevice(latency_s=1e-3, bytes_per_s=1e9, lanes=1)  # they land one by one
+        with StreamingEngine.load(small, options(small, cycles, device=device)) as engine:
+            same(streamed_tokens(engine, PROMPT, 40), want)
 
 
 def test_sampling_draws_what_mlx_lm_draws(small):
