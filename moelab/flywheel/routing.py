@@ -11,9 +11,10 @@ clustered by owner, and a loss difference of hundredths of a nat needs tens of t
 
 Utility, in the sense of `specialists.calibrate`:
 
-    error   what a specialist takes off the squared output error of the anchor alone, as a share of its mean
-    loss    minus its slope on the next-token loss, halfway between the anchor and the layer's own output:
-            -(g_a + g_y)/2 . d, which over the chosen experts adds up to loss(a) - loss(y) by the trapezoid rule
+    loss    what a specialist takes off the next-token loss, in nats, to first order: minus its slope, averaged over
+            the anchor and the layer's own output, -(g_a + g_y)/2 . d. Over the chosen experts this adds up to
+            loss(a) - loss(y) by the trapezoid rule
+    error   what it takes off the squared output error of the anchor alone, as a share of the mean of that
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .split import assign
 from .vault import Vault
 
 RESULT = "routing.json"
-FIGURES_VERSION = 5
+FIGURES_VERSION = 6
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
 
@@ -45,7 +46,7 @@ class RoutingOptions(Options):
     notebook: ClassVar[str] = "82"
 
     layer: int = param(-1, "MoE layer whose experts the policies run, from 0; negative counts from the end", min=-64)
-    utility: str = param("error", "what a score of a specialist predicts", choices=("error", "loss"))
+    utility: str = param("loss", "what a score of a specialist predicts", choices=("loss", "error"))
     context: int = param(128, "tokens of a window", min=32)
     train_tokens: int = param(1536, "tokens of training owners that calibration may use, at most", min=128)
     validation_tokens: int = param(1536, "tokens of validation owners, at most", min=128)
@@ -54,8 +55,8 @@ class RoutingOptions(Options):
     budgets: list[float] = param(
         [0.125, 0.25, 0.5], "cache budgets, as shares of the layer's experts", min=0.02, max=1.0
     )
-    mixture_threshold: float = param(0.1, "second score that adaptive top-1/top-2 asks for", min=0.0)
-    dynamic_thresholds: list[float] = param([0.0, 0.2], "scores that dynamic-k asks for", min=0.0)
+    mixture_threshold: float = param(0.004, "second score that adaptive top-1/top-2 asks for", min=0.0)
+    dynamic_thresholds: list[float] = param([0.0, 0.004], "scores that dynamic-k asks for", min=0.0)
     deadlines: list[int] = param([0, 1], "reads that a token may wait for before an expert is late", min=0)
     system: str = param(
         "MER, Qwen3-Coder-30B", "system whose ratio of read to compute turns reads into time", choices=tuple(SYSTEMS)

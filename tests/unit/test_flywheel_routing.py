@@ -35,7 +35,7 @@ def loaded(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def options():
-    return RoutingOptions(context=40, train_tokens=256, validation_tokens=256, reliability_tokens=128)
+    return RoutingOptions(utility="error", context=40, train_tokens=256, validation_tokens=256, reliability_tokens=128)
 
 
 @pytest.fixture(scope="module")
