@@ -28,7 +28,7 @@ from .shards import read_header
 __all__ = ["VERSION", "Pack", "PackSource", "PackedLayer", "PackedTensor", "read_pack"]
 
 VERSION = 1
-MANIFEST, WEIGHTS = "pack.json", "model.safetensors"
+CONFIG, MANIFEST, WEIGHTS = "config.json", "pack.json", "model.safetensors"
 
 
 class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,6 +88,8 @@ class Pack(_Strict):
     """Every quantised module of the model by full name, experts' projections included."""
     weights: str
     """Digest of `model.safetensors`."""
+    config: str
+    """Digest of `config.json`."""
     seal: str = ""
     """Digest of all other fields."""
 
@@ -126,6 +128,8 @@ def read_pack(folder: str | Path) -> Pack:
         raise ArtifactError(
             "the manifest was altered", file=folder / MANIFEST, field="seal", got=pack.digest(), expected=pack.seal
         )
+    if (got := digest_file(folder / CONFIG)) != pack.config:
+        raise ArtifactError("altered", file=folder / CONFIG, got=got, expected=pack.config)
     for layer in pack.layers:
         layout = layer.layout("stored")
         got = (layer.record_bytes, len(layer.checksums), tuple(tensor.offset for tensor in layer.tensors))

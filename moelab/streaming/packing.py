@@ -29,7 +29,7 @@ from ..errors import ArtifactError, ParameterError, StoreError
 from ..files import digest_file, read_json, write_bytes, write_json
 from .layout import PRECISIONS, aligned
 from .origin import Origin, give_back
-from .pack import MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor
+from .pack import CONFIG, MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor
 from .readers import open_reader
 from .shards import encode_header, host_bytes
 
@@ -124,6 +124,7 @@ def _fill(partial: Path, origin: Origin, progress: Callable[[int, int], None]) -
     pack = Pack(
         version=VERSION, moelab=__version__, model=origin.digest, precision=origin.precision, experts=origin.experts,
         layers=layers, absent=origin.absent, quantised=origin.quantised, weights=weights,
+        config=digest_file(folder / CONFIG),
     ).sealed()  # fmt: skip
     write_json(folder / MANIFEST, msgspec.to_builtins(pack))
     return pack
@@ -199,7 +200,7 @@ def _copy(origin: Origin, folder: Path) -> None:
     config = read_json(origin.path / "config.json")
     if "quantization" in origin.config and "quantization" not in config:
         config = {k: v for k, v in origin.config.items() if k != "quantization_config"}
-    write_json(folder / "config.json", config)
+    write_json(folder / CONFIG, config)
     for pattern in COPIED:
         for file in sorted(origin.path.glob(pattern)):
             if file.name not in NOT_COPIED:

@@ -173,6 +173,14 @@ def test_a_missing_file_is_refused(copy):
         open_store(copy)
 
 
+def test_another_configuration_is_another_model(copy):
+    text = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(text.replace("1e-06", "1e-05", 1))
+    assert (copy / "config.json").read_text() != text
+    with pytest.raises(ArtifactError, match="altered.*config.json"):
+        open_store(copy)
+
+
 def test_other_weights_are_found_when_asked(copy):
     flip(copy / "model.safetensors", (copy / "model.safetensors").stat().st_size - 1)
     open_store(copy).close()
@@ -391,5 +399,6 @@ def test_the_manifest_names_no_place_and_no_time(model, whole):
     text = (whole / "pack.json").read_text()
     assert str(model) not in text and str(whole.parent) not in text
     assert set(json.loads(text)) == {
-        "version", "moelab", "model", "precision", "experts", "layers", "absent", "quantised", "weights", "seal",
+        "version", "moelab", "model", "precision", "experts", "layers", "absent", "quantised", "weights", "config",
+            "seal",
     }  # fmt: skip
