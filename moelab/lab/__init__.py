@@ -17,6 +17,7 @@ _HOMES = {
     "bars": "plots",
     "estimates": "plots",
     "dots": "plots",
+    "spans": "plots",
     "heatmap": "plots",
     "contour": "plots",
     "reliability": "plots",

@@ -126,6 +126,42 @@ def dots(frame: pd.DataFrame, *, x: str, y: str, alt: str, hue: str, title: str 
     return figure
 
 
+def spans(
+    frame: pd.DataFrame,
+    *,
+    start: str,
+    end: str,
+    y: str,
+    hue: str,
+    alt: str,
+    x: str,
+    panel: str | None = None,
+    title: str = "",
+) -> Figure:
+    """Bars from `start` to `end`, one line a value of `y` (the first on top), a colour a value of `hue`: when things
+    happen. `panel` values stand below each other on one time axis, which `x` names."""
+    frame = _checked(frame, [start, end], hue, y, *_given(panel))
+    panels = _parts(frame, panel, _order(frame, panel))
+    order, rows = _order(frame, hue), _order(frame, y)
+    figure, _ = _new(alt, "", rows=len(rows) * len(panels))
+    figure.clear()
+    with sns.axes_style("whitegrid"):
+        every = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    figure.suptitle(readable(title))
+    for axes, (name, part) in zip(every, panels, strict=True):
+        for colour, label in zip(_colours(order), order, strict=True):
+            bars = part[part[hue] == label]
+            place = [rows.index(value) for value in bars[y]]
+            axes.barh(place, bars[end] - bars[start], left=bars[start], height=0.8, color=colour, label=label)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.invert_yaxis()
+        axes.set_ylabel(readable(y))
+        axes.set_title(readable(name), fontsize="medium")
+    every[-1].set_xlabel(readable(x))
+    every[0].legend(loc="upper left", bbox_to_anchor=(1, 1), title=readable(hue))
+    return figure
+
+
 def heatmap(frame: pd.DataFrame, *, x: str, y: str, value: str, alt: str, title: str = "", fmt: str = ".2f") -> Figure:
     """One cell a pair (x, y), its value written inside. Raises ContractError when a pair occurs twice."""
     frame = _checked(frame, [value], None, x, y)

@@ -1,0 +1,127 @@
+"""What was asked of the streaming engine, held against the figures of one model.
+
+A claim holds, or does not, or has no evidence (`holds` None): a system without a counter proves nothing either way.
+Times on a shared machine scatter. A claim about times is judged on the median of pairs, and says from where to where
+they went.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["claims"]
+
+THROUGHPUT, AMPLIFICATION, HIDDEN, SIMULATED = 0.95, 1.02, 0.90, 0.10
+"""Asked: of a raw probe's rate at least, of the routed bytes at most, of the possible at least, and how far a
+simulated time may be from the measured one at most."""
+BESIDE = 200 << 20
+"""Bytes that a process may take beside the parameters that stay and the slots."""
+
+
+def claims(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of `claim`, `measured`, `asked`, `n`, `spread` (text, may be empty) and `holds` (True, False or None)."""
+    return [
+        *_equality(figures["equality"]["rows"]),
+        *_reads(figures["reads"]),
+        *_cache(figures["cache"]["rows"]),
+        *_overlap(figures["overlap"]["rows"]),
+        *_memory(figures["memory"]),
+    ]
+
+
+def _claim(claim: str, measured: float | None, asked: float, n: int, holds: bool | None, spread: str = "") -> dict:
+    return {"claim": claim, "measured": measured, "asked": asked, "n": n, "spread": spread, "holds": holds}
+
+
+def _equality(rows: list[Mapping[str, Any]]) -> list[dict]:
+    """Bits where the BLAS gives the same ones for any number of rows; tokens where it does not."""
+    found = []
+    for name, wanted, exact in (
+        ("tokens and logits equal the resident model's, bit for bit", "first", True),
+        ("a second request equals the same request cold, bit for bit", "second", True),
+        ("tokens equal the resident model's under OpenBLAS", "first", False),
+    ):
+        part = [row for row in rows if row["request"] == wanted and (row["blas"] != "openblas") == exact]
+        n = sum(row["n"] for row in part)
+        equal = sum(min(row["tokens_equal"], row["logits_equal"] if exact else row["n"]) for row in part)
+        if part:
+            budgets = {row["cycles"] for row in part}
+            found.append(_claim(name, equal / n, 1.0, n, equal == n, f"{len(budgets)} budgets, in place and packed"))
+    return found
+
+
+def _reads(reads: Mapping[str, Any]) -> list[dict]:
+    found = [
+        _claim(
+            f"the store reads a pack as fast as a raw probe, {row['depth']} at once", row["ratio"], THROUGHPUT,
+            row["n"], row["ratio"] >= THROUGHPUT, _span(row["low"], row["high"]),
+        )
+        for row in reads["throughput"]
+        if row["place"] == "pack"
+    ]  # fmt: skip
+    for row in reads["amplification"]:
+        if row["place"] == "pack" and row["reader"] != "mmap":
+            # What is asked for and what the device gave: the larger is the amplification.
+            worst = None if row["device"] is None else max(row["asked"], row["device"])
+            found.append(
+                _claim(
+                    "a pack is read without amplification", worst, AMPLIFICATION, row["n"],
+                    None if worst is None else worst <= AMPLIFICATION,
+                )
+            )  # fmt: skip
+    return found
+
+
+def _cache(rows: list[Mapping[str, Any]]) -> list[dict]:
+    found = []
+    for share in sorted({row["share"] for row in rows}):
+        best = min((row for row in rows if row["share"] == share), key=lambda row: row["value"])
+        se = best["less_se"]
+        found.append(
+            _claim(
+                f"fewer bytes than a global LRU at {share:g} of all experts ({best['policy']})",
+                best["value"] / best["lru"], 1.0, best["n"], best["less"] < 0,
+                "" if se is None else f"± {se / best['lru']:.3f} standard error",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _overlap(rows: list[Mapping[str, Any]]) -> list[dict]:
+    found = []
+    for ratio in sorted({row["ratio"] for row in rows}):
+        ahead = [row for row in rows if row["ratio"] == ratio and row["arm"].startswith("in_forward")]
+        words = f"an oracle in the forward hides what can be hidden, reads {ratio:g} x compute"
+        for name, where in (("simulated_share", "simulated"), ("share", "measured")):
+            known = [row for row in ahead if row[name] is not None]
+            best = max(known, key=lambda row: row[name], default=None)
+            spread = _span(best["share_least"], best["share_greatest"]) if best and name == "share" else ""
+            found.append(
+                _claim(
+                    f"{words}, {where}", None if best is None else best[name], HIDDEN, ahead[0]["n"],
+                    None if best is None else best[name] >= HIDDEN, spread,
+                )
+            )  # fmt: skip
+        worst = max((row for row in rows if row["ratio"] == ratio), key=lambda row: abs(row["difference"]))
+        found.append(
+            _claim(
+                f"simulated time of a token is the measured one, reads {ratio:g} x compute", abs(worst["difference"]),
+                SIMULATED, worst["n"], abs(worst["difference"]) <= SIMULATED, f"of the worst arm: {worst['arm']}",
+            )
+        )  # fmt: skip
+    return found
+
+
+def _memory(memory: Mapping[str, Any]) -> list[dict]:
+    peak = max(memory["peak"], memory["high_water"] or 0)
+    allowed = memory["other_bytes"] + memory["cache"] + BESIDE
+    looks = memory["looks"]
+    return [
+        _claim("peak memory ÷ memory budget", peak / memory["budget"], 1.0, looks, peak <= memory["budget"]),
+        _claim("peak memory ÷ (other parameters + slots + 200 MiB)", peak / allowed, 1.0, looks, peak <= allowed),
+    ]
+
+
+def _span(low: float, high: float) -> str:
+    return f"{low:.2f} to {high:.2f}"
