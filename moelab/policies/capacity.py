@@ -34,10 +34,10 @@ class Capacity:
         self.check_decision(decision)
         if expert_availability is None:
             return CapacityResult(decision, decision)
-        kept = decision.slot_mask & slot_availability(decision, expert_availability)
-        if torch.equal(kept, decision.slot_mask):  # nothing to take
+        available = slot_availability(decision, expert_availability)
+        if available.all():  # nothing to take
             return CapacityResult(decision, decision)
-        return CapacityResult(decision, keep_slots(decision, kept))
+        return CapacityResult(decision, keep_slots(decision, decision.slot_mask & available))
 
     def check_decision(self, decision: Decision) -> None:
         """Refuse a decision that this policy has no rule for."""
@@ -72,19 +72,15 @@ class PromoteSurvivorsCapacity(Capacity):
 
 
 def slot_availability(decision: Decision, expert_availability: Tensor) -> Tensor:
-    """`[B, T, S]` True where the specialist of a slot is available; an inactive slot says nothing."""
+    """`[B, T, S]` True where the candidate of a slot is available; the anchor always is."""
     indices, experts = decision.slot_indices, len(decision.expert_ids)
     if not isinstance(expert_availability, Tensor) or expert_availability.dim() == 1:
         shape: tuple[int, ...] = (experts,)
     else:
         shape = (*indices.shape[:2], experts)
     check_tensor("expert_availability", expert_availability, shape, dtypes=(torch.bool,))
-    if not experts:
-        return torch.zeros_like(decision.slot_mask)
-    specialists = indices - 1  # the anchor's -1 wraps around to the last, and is masked by the caller
-    if expert_availability.dim() == 1:
-        return expert_availability.take(specialists)
-    return expert_availability.gather(-1, specialists.clamp_min(0))
+    available = torch.nn.functional.pad(expert_availability, (1, 0), value=True)
+    return available.take(indices) if available.dim() == 1 else available.gather(-1, indices)
 
 
 def keep_slots(decision: Decision, kept: Tensor) -> Decision:
