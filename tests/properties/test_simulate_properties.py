@@ -131,6 +131,8 @@ def test_what_holds_for_every_run(case):
         assert bytes_of["late"] == got.late_bytes
         assert bytes_of["wasted"] == got.wasted_bytes
         assert told.ready_by_prefetch == got.timely.sum()
+    # Never more in flight than readers. (The fast path has no scheduler to ask.)
+    assert got.counters["scheduler"].high_water_bytes <= (case["threads"] + case["asking_reads"]) * case["size"]
     count = got.counters["cache"]
     assert (count.hits, count.misses) == (got.hits.sum(), missing.sum())
 

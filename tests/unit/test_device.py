@@ -28,6 +28,7 @@ def test_reads_wait_side_by_side_and_share_the_link_in_order():
     assert device.book(7.0, 10) == (7.0, 9.0)  # an idle device
     assert (device.reads, device.nbytes) == (3, 40)
     assert device.busy_s == 4.0 + 2.0  # the union of [0,3], [0,4] and [7,9], not their sum
+    assert device.busy_by(8.0) == 4.0 + 1.0  # half of the last read is still to come
     device.reset()
     assert (device.reads, device.nbytes, device.busy_s) == (0, 0, 0.0)
     assert device.book(0.0, 20) == (0.0, 3.0)

@@ -350,3 +350,27 @@ def test_a_token_and_a_layer_ahead():
     got = run(routes, predictor=Oracle(routes, lead=3), tokens_ahead=1, size=1, compute_s=10.0)
     assert got.timely[2:].sum() == got.used[2:].sum()
     assert set(ISSUE) == {"in_forward", "async_boundary", "step_boundary"}
+
+
+@pytest.mark.parametrize(("tokens_ahead", "wait"), [(0, 4.0), (1, 12.0)])
+def test_deadlines_are_on_the_compute_only_timeline(tokens_ahead, wait, monkeypatch):
+    """The next layer's ids are 4 s of compute away, those a pass later 12 s, however long this layer waits."""
+    routes, seen, plain = fresh(layers=2, passes=4), [], Prefetcher.tickets
+
+    def tickets(self, candidates, now, *, due, passes_ahead):
+        seen.append((due(candidates[0][0]) - now, passes_ahead))
+        return plain(self, candidates, now, due=due, passes_ahead=passes_ahead)
+
+    monkeypatch.setattr(Prefetcher, "tickets", tickets)
+    run(routes, predictor=Oracle(routes, lead=1 + 2 * tokens_ahead), tokens_ahead=tokens_ahead, patience=0.0)
+    assert seen == [(pytest.approx(wait), tokens_ahead)] * len(seen) and len(seen) >= 5
+
+
+def test_predictions_whose_visit_has_come_are_withdrawn():
+    """One slow reader, and more wrong candidates than it can read before their layer's turn."""
+    routes = fresh(layers=2, passes=4)
+    wrong = lambda step, layer: [(1 - layer, expert, 0.5) for expert in range(40, 60)]  # noqa: E731
+    got = run(routes, predictor=wrong, threads=1, patience=99.0)
+    counters = got.counters["scheduler"]
+    assert counters.cancelled > 50 and counters.expired == 0
+    assert counters.started[1] < 20
