@@ -1,0 +1,30 @@
+"""The prerouter: a small head per layer that tells the next layer's route one token ahead.
+
+    from moelab.prerouter import edge0_35b, find_weights, load_heads
+    tier = edge0_35b()
+    bank = load_heads(find_weights(tier.spec.weights_file, model_dir), tier.spec, tier.model)
+    logits = bank.head(6)(hidden, current, previous)        # route of layer 7 at the next token
+
+Names are imported on first use: `spec` needs nothing, `heads` mlx, `training` torch.
+"""
+
+from importlib import import_module
+
+_HOMES = {
+    "spec": ("PrerouterSpec", "Tier", "TIERS", "Wiring", "edge0_35b", "edge0_8b", "scaled"),
+    "heads": ("HeadBank", "PrerouterHead", "SharedHead", "multi_hot"),
+    "identity": ("HeadFile", "HeadIdentity"),
+    "files": ("convert_legacy", "find_weights", "load_heads", "read_heads", "write_heads"),
+}
+_OWNER = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = sorted(_OWNER)
+
+
+def __getattr__(name: str):
+    if name not in _OWNER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_OWNER[name]}", __name__), name)
+
+
+def __dir__():
+    return __all__
