@@ -199,6 +199,7 @@ def expert_memory(store: ExpertStore, geometry: MoEGeometry, options: EngineOpti
         experts=store.experts,
         top_k=geometry.top_k,
         slot_bytes=slot_bytes,
+        read_bytes=[store.nbytes(layer) for layer in range(store.layers)],
         budget=budget - beside,
         policy=policy(options.policy, **pins),
         below_cycle=options.below_cycle,
