@@ -1,6 +1,18 @@
 """Streaming: experts read from disk while the model decodes, within a byte budget.
 
-Names are imported on first use: the pure parts (cache, schedule, device, simulate) need numpy at most.
+Where things are, from the disk up:
+
+* bytes: `layout` of one expert; where it lies: `checkpoint` in place, or `pack` (`packing`, `origin`, `shards`);
+  `plan` and `readers` fetch, `device` is a disk as arithmetic; `store` is all of it behind `read_into`;
+* decisions, pure and without a clock: `eviction` (`ranking`, `hotpin`), `cache` (`pools`, `holds`, `counters`),
+  `schedule` (`tickets`), `prefetch`;
+* the live machine: `slab` (slots that a disk fills and a kernel reads), `memory` (threads), `forward` (one pass after
+  the other), `timeline`, `layer` (the exact path), `issuing` (predictions inside the pass);
+* other paths of a layer: `options`, `install`, `paths`, `stack`, `staged`, `prefill`, `fill`;
+* whole models: `skeleton`, `streamed`, `engine`, `generate`; `layerwise` for replay;
+* without a model: `passes`, `oracle`, `simulator` (`simulated_memory`, `demand_only`, `simulation`), `validation`.
+
+Names are imported on first use: the decisions and the simulator need numpy at most.
 """
 
 from importlib import import_module
