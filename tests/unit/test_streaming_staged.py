@@ -79,6 +79,19 @@ def test_a_set_named_in_the_middle_of_a_pass_serves_the_next_one():
         assert staged.counters.used == 2 * K and staged.counters.unserved == staged.counters.exact == 0
 
 
+def test_the_set_of_a_pass_keeps_its_slots_whatever_is_named_for_the_next():
+    with world(staged_n=2, staged_trigger=2, layers=2) as made:
+        switch, staged = one(made, 1)
+        staged.stage([0, 2])
+        made.forward.begin(DECODED)
+        staged.stage([1, 3])
+        staged.stage([4, 6])  # no slot is left but those of 1 and 3, and of the set that this pass will use
+        out = switch(X, np.array([[[2, 0]]]))
+        made.forward.end(out)
+        np.testing.assert_array_equal(np.array(out), made.expected(X, np.array([[[2, 0]]]), 1))
+        assert (staged.counters.used, staged.counters.unserved, staged.counters.exact) == (2, 1, 0)
+
+
 def test_the_next_set_is_filled_beside_the_active_one():
     with world(staged_sync=False) as made:
         switch, staged = one(made)
@@ -563,14 +576,17 @@ def test_whole_layers_are_read_one_ahead(full_layers, windowed):
         assert counted.read + counted.copied + counted.kept == 2 * windowed * E and stack.slab.slots == 2 * E
 
 
-def test_a_window_cut_short_leaves_the_next_request_whole():
-    with world(layers=2, full_layer_prefill=True) as made:
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_window_cut_short_leaves_the_next_pass_whole(reset):
+    with world(layers=3, full_layer_prefill=True) as made:
         x, ids = inputs((1, 12)), routes((1, 12))
         made.forward.begin(PREFILLED)
-        made.switches[0](x, mx.array(ids))
-        made.forward.abort()
-        made.window.reset()
-        for layer, out in enumerate(made.run(PREFILLED, *[(x, mx.array(ids))] * 2)):
+        for switch in made.switches[:2]:
+            switch(x, mx.array(ids))
+        made.forward.abort()  # the window of the third layer is on its way
+        if reset:
+            made.switches[0].reset()
+        for layer, out in enumerate(made.run(PREFILLED, *[(x, mx.array(ids))] * 3)):
             np.testing.assert_array_equal(out, made.expected(x, ids, layer))
 
 
