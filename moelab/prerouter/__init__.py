@@ -14,6 +14,7 @@ _HOMES = {
     "spec": ("PrerouterSpec", "Tier", "TIERS", "Wiring", "edge0_35b", "edge0_8b", "scaled"),
     "heads": ("HeadBank", "PrerouterHead", "SharedHead", "multi_hot"),
     "identity": ("HeadFile", "HeadIdentity"),
+    "torch_form": ("TorchHeads", "told"),
     "files": ("convert_legacy", "find_weights", "load_heads", "read_heads", "write_heads"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}

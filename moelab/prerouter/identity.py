@@ -47,6 +47,11 @@ class HeadIdentity:
     snapshot: str = ""
     confidence: tuple[tuple[float, float], ...] = ()
 
+    @property
+    def layers(self) -> int:
+        """How many heads."""
+        return len(self.owners)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Part → its shape."""
         D, E, F = self.hidden, self.experts, self.width + 2 * self.experts

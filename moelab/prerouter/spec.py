@@ -243,11 +243,11 @@ def scaled(
     experts: int,
     top_k: int,
     width: int,
-    hidden: int | None = None,
+    hidden: int = 512,
     model_type: str = "",
     **router: float,
 ) -> Tier:
-    """A tier of edge0's proportions for another model: heads a quarter of its width, every layer but the last an owner.
+    """A tier like edge0's for another model: every MoE layer but the last has a head, of edge0's width by default.
 
     The first MoE layer has no layer before it and keeps its gate. `router`: `groups`, `kept_groups`, `scale`.
     """
@@ -260,7 +260,7 @@ def scaled(
         spec=PrerouterSpec(
             kind=kind,
             start_layer=layer_ids[1],
-            hidden=hidden or max(1, width // 4),
+            hidden=hidden,
             weights_file="prerouter.safetensors",
             patch_call=kind == "SOFTMAX_TOPK",
         ),

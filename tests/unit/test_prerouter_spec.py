@@ -118,7 +118,7 @@ def test_a_scaled_tier_has_a_head_in_every_layer_but_the_last():
     shape = dict(layer_ids=range(8), experts=64, top_k=4, width=192)
     tier = scaled("softmax", kind="SOFTMAX_TOPK", **shape)
     assert tier.wiring.owners == tuple(range(7)) and tier.wiring.gated == (0,)
-    assert tier.spec.hidden == 48 and tier.feature_width == 320 and tier.spec.patch_call
+    assert tier.spec.hidden == 512 and tier.feature_width == 320 and tier.spec.patch_call
     other = scaled("sigmoid", kind="SIGMOID_GROUP", groups=8, kept_groups=4, scale=2.5, **shape)
     assert not other.spec.patch_call and other.groups == 8
     with pytest.raises(GeometryError, match="consecutive"):
