@@ -127,7 +127,7 @@ def test_report_renders_again_and_says_what_failed(world, capsys):
 
 def test_module_runs_as_a_program():
     done = subprocess.run([sys.executable, "-m", "moelab", "--help"], capture_output=True, text=True, check=True)
-    for verb in ("run", "gates", "report", "doctor", "forget"):
+    for verb in ("run", "gates", "report", "doctor", "pack", "forget"):
         assert verb in done.stdout
 
 
