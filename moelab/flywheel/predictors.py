@@ -77,6 +77,9 @@ def previous_token(values: np.ndarray, thread: np.ndarray) -> np.ndarray:
 class NearTermPredictor(nn.Module):
     """Shared low-rank trunk with per-layer heads. See the module text for the formula."""
 
+    decayed = frozenset({"trunk", "head"})
+    """Parameters that weight decay is for."""
+
     def __init__(
         self, identity: PredictorIdentity, *, rank: int = 64, gate: bool = True, parts: int = 1, seed: int = 0
     ):

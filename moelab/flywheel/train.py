@@ -190,8 +190,8 @@ def _anchor(model: NearTermPredictor, examples: Examples) -> None:
 
 
 def _optimiser(model: NearTermPredictor, recipe: Recipe) -> torch.optim.Optimizer:
-    # Decay is for the two matrices: it would pull the gain on the gate to zero.
-    matrices = {"trunk", "head"}
+    # Decay is for matrices alone: it would pull the gain on the gate to zero.
+    matrices = model.decayed
     groups = [
         {
             "params": [p for name, p in model.named_parameters() if name in matrices],
@@ -203,7 +203,7 @@ def _optimiser(model: NearTermPredictor, recipe: Recipe) -> torch.optim.Optimize
 
 
 def _step(model, optimiser, batch: Examples, recipe: Recipe, step: int, total: int) -> float:
-    device = model.trunk.device
+    device = next(model.parameters()).device
     gate = None if batch.gate_scores is None else as_tensor(batch.gate_scores, device)
     # Ids are widened here: torch has no arithmetic on unsigned 16-bit integers.
     ids = torch.from_numpy(batch.ids.astype(np.int64)).to(device)

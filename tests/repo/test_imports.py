@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "reference": BASE | {"models", "flywheel"},
     "streaming": BASE | {"models"},
     "prerouter": BASE | {"models", "streaming"},
-    "flywheel": BASE | {"models", "streaming", "policies", "specialists"},
+    "flywheel": BASE | {"models", "streaming", "prerouter", "policies", "specialists"},
     "policies": {"errors"},
     "specialists": BASE | {"models", "policies"},
     "lab": BASE | {"models", "reference", "streaming", "prerouter", "flywheel", "policies", "specialists"},
