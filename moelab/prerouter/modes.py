@@ -1,0 +1,110 @@
+"""What a prediction is used for: one switch with five positions.
+
+    off                   nothing: the plain engine
+    advise                the native router decides; the prediction moves bytes
+    replace               the prediction is the route: its experts, with its weights
+    replace_true_weights  its experts, with the weights that the native gate gives to them, renormalised
+    gated                 replace where the prediction is sure enough, otherwise native and exact
+
+The confidence of a predicted route is the mean over its experts of the calibrated probability that each is used:
+the share of the set that is expected to be right. `gated` compares it with a threshold, layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..errors import ParameterError, UnsupportedModelError
+from ..models.families import RoutingFamily
+from .supply import Source
+
+__all__ = ["MODES", "Prediction", "REPLACING", "check_mode", "source_of", "true_weights", "weigh"]
+
+MODES = ("off", "advise", "replace", "replace_true_weights", "gated")
+REPLACING = ("replace", "replace_true_weights", "gated")
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """A layer's route at the next token, as a head foretells it.
+
+    Attributes:
+        ids: K experts, the likeliest first; `extra`: candidates beyond K, for `advise` alone.
+        scores: selection score of each of `ids + extra`.
+        probabilities: calibrated, of each of `ids + extra`; None without a calibration.
+        weights: `f32[1, 1, K]` of `ids`, or None where the consumer weighs the logits itself.
+        logits: `f32[1, 1, E]`.
+    """
+
+    ids: tuple[int, ...]
+    extra: tuple[int, ...]
+    scores: Sequence[float]
+    probabilities: Sequence[float] | None
+    weights: mx.array | None
+    logits: mx.array
+
+    @property
+    def confidence(self) -> float | None:
+        """Expected share of `ids` that is right."""
+        if self.probabilities is None:
+            return None
+        return float(sum(self.probabilities[: len(self.ids)]) / len(self.ids))
+
+
+def check_mode(mode: str, *, threshold: float, calibrated: bool) -> None:
+    """Raises ParameterError: no such mode or threshold, or `gated` on heads that are not calibrated."""
+    if mode not in MODES:
+        raise ParameterError("no such mode", field="mode", got=mode, expected=MODES)
+    if not 0 <= threshold <= 1:
+        raise ParameterError("not a probability", field="threshold", got=threshold, expected="in [0, 1]")
+    if mode == "gated" and not calibrated:
+        raise ParameterError(
+            "confidence of these heads is not calibrated", field="mode", got=mode, expected="heads with a calibration",
+            fix="calibration={owner: (scale, offset)}",
+        )  # fmt: skip
+
+
+def source_of(mode: str, prediction: Prediction, threshold: float) -> Source:
+    """Where the consumer's route comes from. `mode` is not "off"."""
+    if mode == "advise":
+        return Source.ADVISED
+    if mode == "gated" and prediction.confidence < threshold:
+        return Source.DECLINED
+    return Source.PREDICTION
+
+
+def weigh(family: RoutingFamily, logits: mx.array, ids: mx.array) -> mx.array:
+    """Weights `f32[..., K]` that the family gives to the experts `ids` for `logits [..., E]`."""
+    picked = _scores(family, logits)
+    picked = mx.take_along_axis(picked, ids, axis=-1)
+    if family.normalise:
+        picked = picked / (picked.sum(axis=-1, keepdims=True) + family.epsilon)
+    return picked * family.scale
+
+
+def true_weights(family: RoutingFamily, logits: mx.array, ids: mx.array) -> mx.array:
+    """The same for logits of the native gate, renormalised over `ids` in any case.
+
+    A family that does not normalise gives its K weights a sum below `scale`, which depends on the choice of K; a set
+    that the gate did not choose is given the whole of it.
+    """
+    picked = mx.take_along_axis(_scores(family, logits), ids, axis=-1)
+    return picked / (picked.sum(axis=-1, keepdims=True) + family.epsilon) * family.scale
+
+
+def check_family(family: RoutingFamily) -> None:
+    """Raises UnsupportedModelError: weights of given experts are not known for this family."""
+    plain = family.weight == "score" and family.score in ("softmax", "sigmoid") and not family.softcap
+    if not plain or family.temperature != 1 or family.expert_scaled:
+        raise UnsupportedModelError(
+            "a prediction cannot take the place of this gate", field="family", got=str(family),
+            expected="scores by softmax or sigmoid, weights of the same scores",
+        )  # fmt: skip
+
+
+def _scores(family: RoutingFamily, logits: mx.array) -> mx.array:
+    logits = logits.astype(mx.float32)
+    return mx.softmax(logits, axis=-1, precise=True) if family.score == "softmax" else mx.sigmoid(logits)

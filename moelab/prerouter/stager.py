@@ -1,0 +1,330 @@
+"""Predictions from one token to the next: heads are asked, routes are kept until their token comes, bytes are moved.
+
+    pass t     layer N's route is known -> features of N -> head N -> route of N+1 at t+1, its experts asked for
+    boundary   all predictions of pass t committed at once; previous top-K rolled, once
+    pass t+1   layer N+1's turn: its prediction is consumed (see `modes`)
+
+A prediction is never consumed in the pass that made it, and one that was not replaced is never consumed twice. Prefill
+runs the heads on its last two positions when it ends, so the first decoded token has its predictions. A prompt of one
+token has nothing before it: its pass is native (`Source.START`), and its head sees no previous token (zeros).
+
+`in_forward` runs a layer's head inside the pass, right after the layer's route is known. Where the route came from the
+gate, its input has been computed by then, and the head's answer is read at once. A predicted route needs no
+synchronisation, so its layer's input may still be lazy: the head is set going (`async_eval`) and its answer is read
+when the next layer's turn comes. The other issue points run all heads in one batched call between two passes.
+
+One sequence at a time. `reset` belongs to a new request; the cache, its counts and what lies in slots survive it.
+
+Source: edge0, "Cross-token dispatch".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+
+from ..errors import ContractError, GeometryError
+from ..models.families import Selection
+from ..models.native import select
+from ..routes import DECODED
+from .fills import CacheFill, SlotFill
+from .heads import Head, HeadBank
+from .hooks import BlockParts
+from .modes import Prediction, source_of, true_weights, weigh
+from .spec import Wiring
+from .supply import Source, Supply
+
+if TYPE_CHECKING:
+    from ..streaming.engine import StreamingEngine
+
+__all__ = ["CrossTokenStager", "Features", "LingPrerouterStager", "PrerouterStager"]
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """Of one layer at one token: `hidden [1, 1, H]`, `current [1, 1, K]` and `previous [1, 1, K]` or None."""
+
+    hidden: mx.array
+    current: mx.array
+    previous: mx.array | None
+
+
+class PrerouterStager:
+    """What both families share. A `Listener` of the engine's passes; layers are MoE layers, 0..L-1, throughout.
+
+    Args:
+        wiring: owners and consumers. heads: all owners' heads; a mapping that is no bank is run one head at a time.
+        parts: of each MoE layer's block.
+        teacher: heads are told the native gate's experts, whatever was executed.
+        calibration: owner (decoder layer) → (scale, offset) of the probability that an expert is used.
+        extra: candidates beyond K, for `advise`.
+        protect: predictions protect from eviction and earn `pin_bonus`.
+
+    Attributes:
+        mode, threshold: see `modes`; change them between requests only, and call `reset`.
+        predictions: consumer → its route in the next pass.
+        logits, logits_before: owner → head's logits of the last pass, and of the pass before it.
+        supply: see `supply`.
+    """
+
+    def __init__(
+        self,
+        engine: StreamingEngine,
+        wiring: Wiring,
+        heads: HeadBank | Mapping[int, Head],
+        parts: list[BlockParts],
+        fill: SlotFill | CacheFill,
+        *,
+        mode: str,
+        issue: str,
+        threshold: float = 0.5,
+        teacher: bool = False,
+        calibration: Mapping[int, tuple[float, float]] | None = None,
+        extra: int = 0,
+        protect: bool = True,
+    ):
+        self.engine, self.wiring, self.heads, self.parts, self.fill = engine, wiring, heads, parts, fill
+        self.mode, self.issue, self.threshold = mode, issue, threshold
+        self.teacher, self.extra, self.protect = teacher, extra, protect
+        self.family = engine.loaded.family
+        self.calibration = calibration
+        self.consumer_of = dict(zip(wiring.owner_index, wiring.consumer_index, strict=True))
+        self._head_of = dict(zip(wiring.owner_index, wiring.owners, strict=True))
+        self.supply = Supply(len(parts), wiring.consumer_index)
+        self._expected: dict[int, tuple[int, ...]] = {}
+        self._dropped = [0] * len(parts)
+        self.reset()
+
+    # ------------------------------------------------------------------ hooks of the families
+
+    def _features(self, owner: int, ids: np.ndarray, x: mx.array) -> Features:
+        """Of the last position of a turn: `ids [T, K]` that the layer executed, and its input `x [1, T, H]`."""
+        hidden = x[:, -1:]
+        if self.teacher and self.supply.source(owner) == Source.PREDICTION:
+            chosen = select(self.family, self.parts[owner].logits(hidden), self.parts[owner].bias)
+            current = chosen.ids
+        else:
+            current = mx.array(ids[None, -1:])
+        before = mx.array(ids[None, -2:-1]) if len(ids) > 1 else self._last.get(owner)
+        return Features(hidden, current, before)
+
+    def _select(self, consumers: list[int], logits: mx.array, count: int) -> Selection:
+        """The `count` experts that the family chooses for `logits [n, 1, 1, E]`, row i of `consumers[i]`."""
+        raise NotImplementedError
+
+    def _store(self, consumer: int, prediction: Prediction) -> None:
+        """Keep a prediction until its token comes."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------ a consumer's turn
+
+    def route(self, layer: int, x: mx.array) -> tuple[np.ndarray, mx.array] | None:
+        """Ids `u32[1, 1, K]` and weights `f32[1, 1, K]` that take the place of the gate's; None: the gate decides.
+
+        Raises:
+            ContractError: there is no prediction for this layer, and the request has a past. GeometryError: more
+                than one token in a decoded pass.
+        """
+        forward = self.engine.forward
+        if self.mode == "off" or forward.phase != DECODED:
+            return None
+        self._enter(forward.step)
+        if x.shape[:-1] != (1, 1):
+            raise GeometryError("one token a decoded pass", field="x", got=x.shape, expected="[1, 1, H]")
+        prediction = self.predictions.get(layer)
+        if prediction is None:
+            if self._last:
+                raise ContractError(
+                    "no prediction for a layer that a head predicts", field="MoE layer", got=layer,
+                    expected="one, from the token before",
+                )  # fmt: skip
+            self.supply.name(layer, Source.START)
+            return None
+        source = source_of(self.mode, prediction, self.threshold)
+        self.supply.name(layer, source)
+        if source != Source.PREDICTION:
+            return None
+        ids = np.array(prediction.ids, np.uint32)[None, None]
+        if self.mode == "replace_true_weights":
+            return ids, true_weights(self.family, self.parts[layer].logits(x), mx.array(ids))
+        if prediction.weights is not None:
+            return ids, prediction.weights
+        return ids, weigh(self.family, prediction.logits, mx.array(ids))
+
+    # ------------------------------------------------------------------ passes
+
+    def routed(self, *, step: int, layer: int, ids: np.ndarray, x: mx.array, now: float) -> None:
+        """A layer's route is known: gather what its head needs, and in the pass run it."""
+        if self.mode == "off":
+            return
+        self._enter(step)
+        self._answer(now, after=layer)
+        if layer in self.consumer_of:
+            if x.shape[0] != 1:
+                raise GeometryError("one sequence at a time", field="x", got=x.shape, expected="[1, T, H]")
+            features = self._features(layer, ids.reshape(-1, ids.shape[-1]), x)
+            self._now[layer] = features.current
+            if self.issue == "in_forward" and self.engine.forward.phase == DECODED:
+                self._ask([layer], features)
+                if self.supply.source(layer) != Source.PREDICTION:
+                    self._answer(now, after=layer)
+            else:
+                self._captured[layer] = features
+        if layer in self._named:
+            self._protect(layer, self._named.pop(layer))
+
+    def ended(self, *, step: int) -> None:
+        """The boundary: what is left of the heads' work, and the commit."""
+        if self.mode == "off":
+            return
+        now = self.engine.memory.clock()
+        self._answer(now, after=None)
+        if self._captured:
+            self._run_all()
+            self._answer(now, after=None)
+        for layer, ids in self._named.items():
+            self._protect(layer, ids)
+        self._named.clear()
+        self.predictions, self._next = self._next, {}
+        self.logits_before, self.logits, self._new_logits = self.logits, self._new_logits, {}
+        self._last, self._now = self._now, {}
+        if self.issue == "step_boundary":
+            self.fill.drain()
+        if self._decoded:
+            self.supply.end(self._dropped_now())
+
+    def reset(self) -> None:
+        """A new request: nothing of the old one is left but what lies in cache and slots."""
+        self._step, self._decoded = -1, False
+        self.predictions: dict[int, Prediction] = {}
+        self.logits: dict[int, mx.array] = {}
+        self.logits_before: dict[int, mx.array] = {}
+        self._last: dict[int, mx.array] = {}  # owner -> top-K of the last token
+        self._forget_pass()
+        self._expected.clear()
+        self.supply.reset()
+
+    def _enter(self, step: int) -> None:
+        """The first sign of a pass. What an aborted one left is not used."""
+        if step == self._step:
+            return
+        self._step, self._decoded = step, self.engine.forward.phase == DECODED
+        self._forget_pass()
+        self.supply.begin()
+        if self._decoded:
+            self.fill.begin()
+        self._dropped_now()
+
+    def _forget_pass(self) -> None:
+        self._next: dict[int, Prediction] = {}
+        self._new_logits: dict[int, mx.array] = {}
+        self._now: dict[int, mx.array] = {}
+        self._captured: dict[int, Features] = {}
+        self._named: dict[int, tuple[int, ...]] = {}  # consumer -> experts to protect once its turn is over
+        self._pending: tuple[list[int], mx.array, Selection, mx.array | None] | None = None
+
+    # ------------------------------------------------------------------ heads
+
+    def _run_all(self) -> None:
+        """Every captured layer's head, in one call where the heads are a bank."""
+        owners = sorted(self._captured)
+        rows = [self._captured[owner] for owner in owners]
+        self._captured = {}
+        if not isinstance(self.heads, HeadBank) or len(owners) < len(self.heads):
+            for owner, row in zip(owners, rows, strict=True):
+                self._ask([owner], row)
+                self._answer(self.engine.memory.clock(), after=None)
+            return
+        previous = [row.previous for row in rows]
+        self._ask(owners, Features(
+            mx.stack([row.hidden for row in rows]), mx.stack([row.current for row in rows]),
+            None if previous[0] is None else mx.stack(previous),
+        ))  # fmt: skip
+
+    def _ask(self, owners: list[int], features: Features) -> None:
+        """Set heads going; `_answer` reads what they say."""
+        if len(owners) == 1:
+            name = self._head_of[owners[0]]
+            head = self.heads.head(name) if isinstance(self.heads, HeadBank) else self.heads[name]
+            logits = head(features.hidden, features.current, features.previous)[None]
+            logits = logits.reshape(1, 1, 1, -1)
+        else:
+            logits = self.heads(features.hidden, features.current, features.previous)
+        consumers = [self.consumer_of[owner] for owner in owners]
+        chosen = self._select(consumers, logits, self.family.top_k + (self.extra if self.mode == "advise" else 0))
+        sure = None
+        if self.calibration is not None:
+            pairs = mx.array([self.calibration[self._head_of[owner]] for owner in owners]).reshape(-1, 1, 1, 2)
+            sure = mx.sigmoid(pairs[..., :1] * mx.take_along_axis(logits, chosen.ids, -1) + pairs[..., 1:])
+        # Evaluated in this pass in any case: their graph reads slots that the next pass may fill.
+        mx.async_eval(logits, chosen.ids, chosen.weights, chosen.scores, *([] if sure is None else [sure]))
+        self._pending = owners, logits, chosen, sure
+
+    def _answer(self, now: float, *, after: int | None) -> None:
+        """Read what the heads last asked say, and ask for its experts. `after`: as in `fills`."""
+        if self._pending is None:
+            return
+        (owners, logits, chosen, sure), self._pending = self._pending, None
+        scores = mx.take_along_axis(chosen.scores, chosen.ids, axis=-1)
+        mx.eval(logits, chosen.weights, chosen.ids, scores, *([] if sure is None else [sure]))
+        ids = np.array(chosen.ids)[:, 0, 0].tolist()
+        scores = np.maximum(np.array(scores)[:, 0, 0], -1e9).tolist()  # -inf: of a group that was dropped
+        sure = None if sure is None else np.array(sure)[:, 0, 0].tolist()
+        for row, owner in enumerate(owners):
+            k, consumer = self.family.top_k, self.consumer_of[owner]
+            prediction = Prediction(
+                tuple(ids[row][:k]), tuple(ids[row][k:]), scores[row], None if sure is None else sure[row],
+                None if self.extra and self.mode == "advise" else chosen.weights[row], logits[row],
+            )  # fmt: skip
+            self._new_logits[owner] = logits[row]
+            self._store(consumer, prediction)
+            self.fill.ask(consumer, prediction, now=now, after=after)
+            if self.protect:
+                self._named[consumer] = prediction.ids + prediction.extra
+
+    # ------------------------------------------------------------------ bytes
+
+    def _protect(self, layer: int, ids: tuple[int, ...]) -> None:
+        """Called when the layer's turn is over, so that its next turn is the predicted one."""
+        switch = self.engine.switches[layer]
+        if hasattr(switch, "predict"):
+            switch.predict(ids)
+        else:
+            self.engine.memory.expect(layer, ids, instead_of=self._expected.get(layer, ()))
+            self._expected[layer] = ids
+
+    def _dropped_now(self) -> dict[int, int]:
+        """Layer → pairs that it dropped since the last call."""
+        staged = [getattr(switch, "staged", None) for switch in self.engine.switches]
+        counts = [0 if slots is None else slots.counters.dropped for slots in staged]
+        before, self._dropped = self._dropped, counts
+        return {layer: count - before[layer] for layer, count in enumerate(counts)}
+
+
+class CrossTokenStager(PrerouterStager):
+    """For families that choose by softmax: a prediction is kept as ids and weights."""
+
+    def _select(self, consumers, logits, count):
+        return select(replace(self.family, top_k=count), logits, None)
+
+    def _store(self, consumer, prediction):
+        self._next[consumer] = prediction
+
+
+class LingPrerouterStager(PrerouterStager):
+    """For families that choose by sigmoid within groups: logits are kept, and the consumer's own rule applied to them.
+
+    It adds the consumer's correction bias to the scores for the choice, never to the weights.
+    """
+
+    def _select(self, consumers, logits, count):
+        biases = [self.parts[consumer].bias for consumer in consumers]
+        bias = None if biases[0] is None else mx.stack(biases).reshape(len(biases), 1, 1, -1)
+        return select(replace(self.family, top_k=count), logits, bias)
+
+    def _store(self, consumer, prediction):
+        self._next[consumer] = replace(prediction, weights=None)
