@@ -8,7 +8,7 @@ Where things are, from the disk up:
   `schedule` (`tickets`), `prefetch`;
 * the live machine: `slab` (slots that a disk fills and a kernel reads), `memory` (threads), `forward` (one pass after
   the other), `timeline`, `layer` (the exact path), `issuing` (predictions inside the pass);
-* other paths of a layer: `options`, `install`, `paths`, `stack`, `staged`, `prefill`, `fill`;
+* other paths of a layer: `options`, `install`, `paths`, `stack`, `staged`, `late`, `prefill`, `fill`;
 * whole models: `skeleton`, `streamed`, `engine`, `generate`; `layerwise` for replay;
 * without a model: `passes`, `oracle`, `simulator` (`simulated_memory`, `demand_only`, `simulation`), `validation`.
 
@@ -39,6 +39,7 @@ _HOMES = {
     "layout": ("ExpertLayout", "TensorSpec"),
     "store": ("ExpertStore", "open_store"),
     "options": ("LayerOptions", "profile"),
+    "late": ("LateExperts",),
     "paths": ("StagedSwitch",),
     "stack": ("StagedSet",),
     "staged": ("StagedCounters", "StagedSlots"),

@@ -31,8 +31,10 @@ the same time; the smaller of the two. |
 | `prefill_full_layers` | How many layers, from the first; 0 = all. |
 | `prefill_hot` | > 0: a prefill pass has the hottest experts of each layer read one layer ahead; others are exact. |
 | `warm_willneed` | True: all reads of a fill are asked for at once. False: a synchronous fill reads one by one. |
-| `on_missing` | A decoded id that is not staged: "exact" computes it on the exact path, "raise" raises, "zero" gives \
-nothing (the source's, counted), "anchor" lets the shared expert stand in with the id's weight. |
+| `on_missing` | A decoded id that is not staged (or, without `staged`, not resident: `late`): "exact" waits and \
+computes it on the exact path, "raise" raises, "zero" gives nothing (the source's, counted), so that its share falls \
+out and a shared expert goes on by itself, "anchor" lets the shared expert stand in with the id's weight. These are \
+`policies.degrade(mass="keep")` with the lost weight left out, and with it given to the anchor. |
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Which path a turn takes follows from the pass's phase, which is told, and from w
     prefill: window, if the layer has one       decode: staged set, if there is one for this pass
              otherwise exact                            otherwise exact, counted as fallback
 
+Without staged slots, `on_missing` other than "exact" has a decode turn go on without experts that are not resident
+(`late`).
+
 A turn may mix: the experts in a stack's slots are computed there, the others (`on_missing="exact"`) on the
 exact path, and every row has the bits that it has alone. So the two paths give equal outputs.
 
@@ -29,11 +32,12 @@ import numpy as np
 
 from ..errors import ContractError, GeometryError, ParameterError
 from ..routes import DECODED, PREFILLED
-from .layer import StreamingSwitch, share
+from .late import LateExperts
+from .layer import StreamingSwitch, distinct, share
 from .options import LayerOptions
 from .prefill import PrefillWindow
 from .stack import Stack, StagedSet
-from .staged import StagedSlots
+from .staged import StagedCounters, StagedSlots
 
 if TYPE_CHECKING:
     from .forward import Forward
@@ -54,6 +58,7 @@ class StagedSwitch(StreamingSwitch):
 
     Attributes:
         staged: the layer's staged slots, None without `options.staged`.
+        late: what is late in a layer without them; None if that is waited for (`on_missing="exact"`).
 
     Raises:
         ParameterError: `on_missing="anchor"` without an anchor.
@@ -75,6 +80,8 @@ class StagedSwitch(StreamingSwitch):
                 "no expert stands in", field="on_missing", got="anchor", expected="a layer with a shared expert"
             )
         self.options, self.staged = options, StagedSlots(forward, layer, options) if options.staged else None
+        waits = options.staged or options.on_missing == "exact"
+        self.late = None if waits else LateExperts(forward, layer)
         self._window, self._anchor = window, anchor
         self._predicted: frozenset[int] = frozenset()
 
@@ -104,7 +111,8 @@ class StagedSwitch(StreamingSwitch):
             staged.counters.fallback += 1
         if ids is None:
             ids = self._forward.arrive(self.layer, x, mx.array(indices))
-        return self._depart(self.exact(x, ids), ids)
+        without = self.late is not None and self._forward.phase == DECODED
+        return self._depart(self._in_time(x, ids) if without else self.exact(x, ids), ids)
 
     def _check(self, x: mx.array, indices: mx.array | np.ndarray | None) -> None:
         top_k, experts = self.options.top_k, self._forward.memory.store.experts
@@ -181,11 +189,7 @@ class StagedSwitch(StreamingSwitch):
             return self._by_table(x, indices, rows)
         ids = indices if ids is None else ids
         if (missing := rows.table[ids] < 0).any():
-            if self.options.on_missing == "raise":
-                raise ContractError(
-                    "experts are not staged", field=f"layer {self.layer}", got=np.unique(ids[missing]).tolist(),
-                    expected=list(rows.ids),
-                )  # fmt: skip
+            self._refuse(ids, missing, "experts are not staged", rows.ids)
             if self.options.on_missing != "exact":
                 return self._by_table(x, mx.array(ids), rows)
             if ids is indices:
@@ -217,18 +221,45 @@ class StagedSwitch(StreamingSwitch):
     def _by_table(self, x: mx.array, indices: mx.array, rows: StagedSet) -> mx.array:
         """Slots looked up on the device; what is not staged gives nothing, or what the anchor gives."""
         slots = rows.device[indices]
-        missing, out = slots < 0, self._run(self.staged.stack, rows, x, mx.maximum(slots, 0))
+        out = self._stand_in(x, self._run(self.staged.stack, rows, x, mx.maximum(slots, 0)), slots < 0)
+        self.staged.served = True
+        self._forward.depart(out, then=self.staged.stack.release)
+        self._forward.tally(indices, lambda ids: self._known(ids, x, rows))
+        return out
+
+    def _refuse(self, ids: np.ndarray, missing: np.ndarray, problem: str, have: Collection[int]) -> None:
+        if self.options.on_missing == "raise" and missing.any():
+            raise ContractError(
+                problem, field=f"layer {self.layer}", got=np.unique(ids[missing]).tolist(),
+                expected=sorted({int(expert) for expert in have}),
+            )  # fmt: skip
+
+    def _stand_in(self, x: mx.array, out: mx.array, missing: mx.array) -> mx.array:
+        """`out [..., K, H]` with nothing, or what the anchor gives, where `missing [..., K]`."""
         stand_in = mx.zeros((), out.dtype) if self.options.on_missing == "zero" else self._anchor(x)[..., None, :]
         if stand_in.ndim and stand_in.shape[-1] != out.shape[-1]:
             raise GeometryError(
                 "the anchor has another width than the experts", field="anchor", got=stand_in.shape[-1],
                 expected=out.shape[-1],
             )  # fmt: skip
-        out = mx.where(missing[..., None], stand_in, out)
-        self.staged.served = True
-        self._forward.depart(out, then=self.staged.stack.release)
-        self._forward.tally(indices, lambda ids: self._known(ids, x, rows))
-        return out
+        return mx.where(missing[..., None], stand_in, out)
+
+    def _in_time(self, x: mx.array, ids: np.ndarray) -> mx.array:
+        """Experts that are in time exactly; for the others what `on_missing` says, and a read for a later turn."""
+        missing = ~self.late.in_time(ids)
+        self._tell(self.late.counters, ids.size, int(missing.sum()))
+        if not missing.any():
+            return self.exact(x, ids)
+        self._refuse(ids, missing, "experts are late", ids[~missing])
+        experts, position = distinct(ids)
+        late = np.isin(experts, ids[missing])
+        demand = self._forward.demand(self.layer, experts[~late])
+        self.late.read(experts[late])
+        self._forward.wait(demand)
+        slots = np.zeros(len(experts), np.int32)
+        slots[~late] = demand.slots
+        share(self.inner, self._forward.memory.slab(self.layer).arrays)
+        return self._stand_in(x, self.inner(x, mx.array(slots[position])), mx.array(missing))
 
     def _known(self, ids: np.ndarray, x: mx.array, rows: StagedSet) -> None:
         """At the end of the pass: what a turn without a synchronisation did."""
@@ -244,8 +275,10 @@ class StagedSwitch(StreamingSwitch):
         return self.inner(x, slots)
 
     def _count(self, ids: np.ndarray, rows: StagedSet) -> None:
-        missing, counters = int((rows.table[ids] < 0).sum()), self.staged.counters
-        counters.used += ids.size - missing
+        self._tell(self.staged.counters, ids.size, int((rows.table[ids] < 0).sum()))
+
+    def _tell(self, counters: StagedCounters, pairs: int, missing: int) -> None:
+        counters.used += pairs - missing
         counters.exact += missing * (self.options.on_missing == "exact")
         counters.zeroed += missing * (self.options.on_missing == "zero")
         counters.anchored += missing * (self.options.on_missing == "anchor")
