@@ -46,19 +46,20 @@ def _equality(rows: list[Mapping[str, Any]]) -> list[dict]:
         n = sum(row["n"] for row in part)
         equal = sum(min(row["tokens_equal"], row["logits_equal"] if exact else row["n"]) for row in part)
         if part:
-            budgets = {row["cycles"] for row in part}
-            found.append(_claim(name, equal / n, 1.0, n, equal == n, f"{len(budgets)} budgets, in place and packed"))
+            budgets, places = ({row[key] for row in part} for key in ("cycles", "place"))
+            where = f"budgets: {len(budgets)}; {', '.join(sorted(places))}"
+            found.append(_claim(name, equal / n, 1.0, n, equal == n, where))
     return found
 
 
 def _reads(reads: Mapping[str, Any]) -> list[dict]:
     found = [
         _claim(
-            f"the store reads a pack as fast as a raw probe, {row['depth']} at once", row["ratio"], THROUGHPUT,
-            row["n"], row["ratio"] >= THROUGHPUT, _span(row["low"], row["high"]),
+            f"the store reads {row['nbytes'] / 1e3:,.0f} kB as fast as a raw probe, {row['depth']} at once",
+            row["ratio"], THROUGHPUT, row["n"], row["ratio"] >= THROUGHPUT, _span(row["low"], row["high"]),
         )
         for row in reads["throughput"]
-        if row["place"] == "pack"
+        if row["place"] != "in place"
     ]  # fmt: skip
     for row in reads["amplification"]:
         if row["place"] == "pack" and row["reader"] != "mmap":
@@ -119,7 +120,14 @@ def _memory(memory: Mapping[str, Any]) -> list[dict]:
     looks = memory["looks"]
     return [
         _claim("peak memory ÷ memory budget", peak / memory["budget"], 1.0, looks, peak <= memory["budget"]),
-        _claim("peak memory ÷ (other parameters + slots + 200 MiB)", peak / allowed, 1.0, looks, peak <= allowed),
+        _claim(
+            "peak memory ÷ (other parameters + slots + 200 MiB)",
+            peak / allowed,
+            1.0,
+            looks,
+            peak <= allowed,
+            f"imports alone take {memory['imports'] / 2**20:.0f} MiB",
+        ),
     ]
 
 

@@ -79,31 +79,29 @@ def equality(
     prompts: Sequence[Sequence[int]],
     *,
     tokens: int,
-    cycles: Sequence[float],
-    sizes: Mapping[str, Any],
+    budgets: Sequence[float],
+    cycle_bytes: int,
 ) -> dict[str, Any]:
     """Greedy answers at each budget from each place, against the resident model's.
 
     Args:
         places: name → folder of the same model, as a checkpoint or a pack.
-        prompts: two; the second is also asked after the first, with the cache as that left it.
-        cycles: budgets in token cycles; a full cache is always added.
-        sizes: figures of `geometry`.
+        prompts: a second one is also asked after the first, at the smallest budget, with the cache as that left it.
+        budgets: in token cycles.
+        cycle_bytes: of one token cycle.
 
     Returns:
         `resident_s` (seconds a token) and `rows`: `blas`, `place`, `cycles`, `request`, tokens and logits equal of
         `n`, `largest` difference of a log-probability, `seconds` and `read_bytes` a token.
     """
     want = [resident_tokens(loaded, prompt, tokens) for prompt in prompts[:2]]
-    full = sizes["full_bytes"] / sizes["cycle_bytes"]
-    budgets = sorted({float(c) for c in cycles if c < full} | {full})
     rows = []
     for place, path in places.items():
         for budget in budgets:
-            options = EngineOptions(cache_bytes=int(round(budget * sizes["cycle_bytes"])), precision=loaded.precision)
+            options = EngineOptions(cache_bytes=round(budget * cycle_bytes), precision=loaded.precision)
             with StreamingEngine.load(path, options) as engine:
-                asked = [("first", 0)] + [("second", 1)] * (budget == budgets[0])
-                for request, number in asked:
+                again = len(want) > 1 and budget == min(budgets)
+                for number, request in enumerate(["first", "second"][: 1 + again]):
                     before = engine.store.payload_bytes
                     got = _collected(engine.stream_tokens(list(prompts[number]), max_tokens=tokens))
                     rows.append(

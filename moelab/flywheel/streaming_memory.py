@@ -74,10 +74,10 @@ def peak_memory(
     """Load under a budget, answer each prompt, and say how much memory that took. Meant for a process of its own.
 
     Returns:
-        Bytes: `budget`, `base` (everything but slots loaded), `cache` (what the slots were given), `peak` (seen),
-        `high_water` (the system's; None where it keeps none), `allocator` (mlx's peak). And `looks`, `tokens`,
-        `misses` and `evictions` of all answers, `shared` (share of the last prompt's experts that the first had used),
-        `seconds`, `reader`.
+        Bytes: `budget`, `imports` (before loading), `base` (everything but slots loaded), `cache` (what the slots were
+        given), `peak` (seen), `high_water` (the system's; None where it keeps none), `allocator` (mlx's peak). And
+        `looks`, `tokens`, `misses` and `evictions` of all answers, `shared` (share of the last prompt's experts that
+        the first had used), `seconds`, `reader`.
     """
     began = time.perf_counter()
     with Watch() as watch:
@@ -86,6 +86,7 @@ def peak_memory(
         from ..streaming import EngineOptions, StreamingEngine
         from .streaming_answer import Recorder
 
+        imports = watch.look()
         options = EngineOptions(reserve_bytes=reserve_bytes, precision=precision)
         with StreamingEngine.load(path, options, memory_budget_bytes) as engine:
             used = []
@@ -100,6 +101,7 @@ def peak_memory(
             counted = engine.cache.counters()
             found = {
                 "budget": memory_budget_bytes,
+                "imports": imports,
                 "base": engine.base_bytes,
                 "cache": sum(slab.host.nbytes for slab in engine.memory.slabs),
                 "reader": engine.store.identity["reader"],

@@ -62,7 +62,8 @@ class Rig:
 
     Attributes:
         passes: of the whole answer, its prompt included; `decoded` of its decoded passes alone.
-        layer_s: `[L]`, compute-only seconds of each layer; `token_s` of a token.
+        layer_s: `[L]`, compute-only seconds of each layer; `token_s` of a token. Layers have the shares that medians
+            over tokens give them: a token that the machine slowed would move them.
         inflight: bytes of reads in progress at most.
     """
 
@@ -139,7 +140,7 @@ def overlap(
     Raises:
         ContractError: an arm gave other tokens than the compute-only one.
     """
-    rig = _recorded(path, prompt, tokens, cycles, policy_name, readers, precision)
+    rig = _recorded(path, prompt, tokens, repeats, cycles, policy_name, readers, precision)
     devices = {arm: VirtualDevice(latency_s=0.0, bytes_per_s=1e15) for arm in ARMS}
     rows, pictures = [], {}
     with ExitStack() as stack:
@@ -181,23 +182,25 @@ def overlap(
     }
 
 
-def _recorded(path, prompt, tokens, cycles, name, readers, precision) -> Rig:
+def _recorded(path, prompt, tokens, repeats, cycles, name, readers, precision) -> Rig:
     """Record the answer with every expert resident, and time its compute."""
     with StreamingEngine.load(path, EngineOptions(cache_bytes=EVERYTHING, precision=precision)) as engine:
         recorder = Recorder(engine.forward)
         engine.forward.listeners.append(recorder)
         want = answer(engine, prompt, tokens).tokens
         engine.forward.listeners.remove(recorder)
-        timed = [answer(engine, prompt, tokens) for _ in range(3)]
+        timed = [answer(engine, prompt, tokens) for _ in range(max(repeats, 2))]
         layer_s = np.median(np.concatenate([run.timeline["compute"] for run in timed]), axis=0)
+        token_s = statistics.median(run.seconds for run in timed)
+        inside = statistics.median(_inside(run.timeline) for run in timed)
         ids, phase = recorder.routes()
         layouts, experts = engine.store.layouts, engine.store.experts
         return Rig(
             want=want,
             passes=Passes.of(ids, phase=phase, experts=experts, order="sorted"),
             decoded=Passes.of(ids[phase == DECODED], experts=experts, order="sorted"),
-            layer_s=layer_s,
-            token_s=max(statistics.median(run.seconds for run in timed), float(layer_s.sum())),
+            layer_s=layer_s * (inside * token_s / layer_s.sum()),
+            token_s=token_s,
             sync_s=synchronisation_s(),
             budget=int(cycles * ids.shape[-1] * sum(layout.slot_bytes for layout in layouts)),
             policy=name,
@@ -207,6 +210,12 @@ def _recorded(path, prompt, tokens, cycles, name, readers, precision) -> Rig:
             read_bytes=tuple(layout.record_bytes for layout in layouts),
             precision=precision,
         )
+
+
+def _inside(timeline: Mapping[str, np.ndarray]) -> float:
+    """Share of a token's time that lies within its layers; the rest is embedding, head and sampling."""
+    within = timeline["consume"][:-1, -1] - timeline["issue"][:-1, 0]
+    return float(np.median(within / np.diff(timeline["issue"][:, 0])))
 
 
 def _rows(rig: Rig, runs: Mapping[str, list[Run]], ratio: float, bytes_per_s: float) -> list[dict[str, Any]]:

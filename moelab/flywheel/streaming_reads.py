@@ -27,14 +27,14 @@ import numpy as np
 from ..errors import StoreError
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming import Cache, ExpertStore, Passes, open_store, policy
-from ..streaming.layout import PAGE, aligned
+from ..streaming.layout import PAGE, ExpertLayout, TensorSpec, aligned
 from ..streaming.plan import plan_reads
 from ..streaming.store import Source
 from .estimates import clustered_mean, paired_difference
 from .foresight import Opt
 from .residency import Visits, replay
 
-__all__ = ["RawProbe", "amplification", "cached", "device_bytes", "replay_through", "throughput"]
+__all__ = ["MadeUp", "RawProbe", "amplification", "cached", "device_bytes", "replay_through", "throughput"]
 
 
 class RawProbe:
@@ -66,6 +66,32 @@ class RawProbe:
     def close(self) -> None:
         while self._files:
             os.close(self._files.pop())
+
+
+class MadeUp:
+    """A source of experts of one size, random bytes in one new file: what the store does with larger experts than the
+    model has. Attributes as `store.Source`."""
+
+    layers = 1
+
+    def __init__(self, file: Path, *, size: int, experts: int, seed: int):
+        rng = np.random.default_rng(seed)
+        with open(file, "wb") as out:
+            for _ in range(experts):
+                out.write(rng.bytes(size))
+            out.flush()
+            os.fsync(out.fileno())
+        self.files, self.experts, self._size = [file], experts, size
+        self.layouts = (ExpertLayout((TensorSpec("weight", (size // 4,), "F32", "F32"),)),)
+
+    def identity(self) -> dict[str, Any]:
+        return {"source": "made up"}
+
+    def places(self, layer: int, expert: int) -> list[tuple[int, int]]:
+        return [(0, expert * self._size)]
+
+    def checksum(self, layer: int, expert: int) -> None:
+        return None
 
 
 def throughput(
@@ -101,7 +127,7 @@ def throughput(
             rows.append(
                 {
                     "depth": depth, "raw": statistics.median(rates["raw"]), "store": statistics.median(rates["store"]),
-                    "ratio": middle, "low": low, "high": high, "n": repeats, "reads": reads,
+                    "ratio": middle, "low": low, "high": high, "n": repeats, "reads": reads, "nbytes": store.nbytes(0),
                 }
             )  # fmt: skip
     finally:
@@ -140,7 +166,9 @@ def amplification(
     rows = []
     for reader in ("auto", "mmap"):
         with open_store(path, reader=reader, precision=precision) as store:
-            keys = np.random.default_rng(seed).permutation(store.layers * store.experts)[:reads].tolist()
+            # An eighth at most: whoever reads everything reads ahead nothing that is useless.
+            total = store.layers * store.experts
+            keys = np.random.default_rng(seed).permutation(total)[: min(reads, max(total // 8, 1))].tolist()
             slots = {layout.slot_bytes: aligned(layout.slot_bytes) for layout in store.layouts}
             _forget(files)
             before = device_bytes()

@@ -47,11 +47,12 @@ class StreamingOptions(Options):
     notebook: ClassVar[str] = "80"
 
     prompt: int = param(40, "tokens of a prompt: the beginning of a thread", min=2)
-    tokens: int = param(32, "tokens generated and compared at each budget", min=8)
-    cycles: list[float] = param([1.0, 2.5], "cache budgets compared, in token cycles; full is added", min=1.0)
+    tokens: int = param(24, "tokens generated and compared at each budget", min=8)
+    cycles: list[float] = param([1.0], "cache budgets compared, in token cycles; full is added", min=1.0)
     reads: int = param(128, "experts read in one turn of the throughput study", min=1)
     read_repeats: int = param(3, "pairs of turns, store and raw probe", min=2)
     depths: list[int] = param([1, 4], "threads reading at once", min=1)
+    made_up_mb: list[int] = param([1, 4], "sizes, in MiB, of made-up experts that are read beside the model's", min=1)
     disk_seconds: float = param(0.05, "seconds measured for each read size and depth", min=0.01)
     budgets: list[float] = param([0.125, 0.25, 0.5], "cache budgets, as shares of all expert bytes", min=0.01, max=1.0)
     policies: list[str] = param(
@@ -60,14 +61,15 @@ class StreamingOptions(Options):
     cache_threads: int = param(4, "recorded threads replayed through cache and store, at most", min=2)
     cache_tokens: int = param(16, "decoded tokens of each, at most", min=1)
     ratios: list[float] = param([0.5, 1.0, 2.0], "time of a token's reads ÷ its compute", min=0.01)
-    overlap_tokens: int = param(16, "tokens of an answer of the overlap study", min=4)
-    overlap_repeats: int = param(2, "answers of each arm that count, after one that does not", min=1)
+    overlap_prompt: int = param(8, "tokens of the prompt of the overlap study", min=2)
+    overlap_tokens: int = param(12, "tokens of an answer of the overlap study", min=4)
+    overlap_repeats: int = param(1, "answers of each arm that count, after one that does not", min=1)
     overlap_cycles: float = param(1.5, "cache of the overlap study, in token cycles", min=1.0)
     overlap_policy: str = param("lru", "its eviction policy", choices=(*eviction.POLICIES,))
     readers: int = param(4, "reader threads of the overlap study", min=1)
     reserve_mb: int = param(32, "of the memory budget, kept for attention caches and activations, MiB", min=1)
     memory_share: float = param(0.25, "share of all expert bytes that the memory budget leaves room for", min=0.01)
-    memory_tokens: int = param(32, "tokens of each of two answers while memory is watched", min=1)
+    memory_tokens: int = param(24, "tokens of each of two answers while memory is watched", min=1)
 
 
 def streaming(options: StreamingOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
@@ -147,7 +149,7 @@ def study(
     loaded: LoadedModel, routes: Routes, asked: list[list[int]], options: StreamingOptions, folder: Path
 ) -> dict[str, Any]:
     """All figures of one model; plain numbers. Packs are written below `folder` and removed."""
-    from ..streaming import open_store, write_pack
+    from ..streaming import ExpertStore, open_store, write_pack
     from ..streaming.checkpoint import CheckpointSource
     from ..streaming.pack import PackSource
     from . import streaming_equality, streaming_overlap, streaming_reads
@@ -176,12 +178,19 @@ def study(
         told()
         equal = _equality(loaded, places, asked, sizes, options)
         told()
+        for size in options.made_up_mb:
+            source = streaming_reads.MadeUp(
+                Path(scratch) / f"made-up-{size}", size=size << 20, experts=max(64 // size, 4), seed=options.seed
+            )
+            sources[f"made up, {size} MiB"] = source
+            stores[f"made up, {size} MiB"] = stack.enter_context(ExpertStore(source))
+        turn_bytes = options.reads * stores["pack"].nbytes(0)
         rates = [
             {"place": place, **row}
-            for place in places
+            for place, store in stores.items()
             for row in streaming_reads.throughput(
-                stores[place], sources[place], depths=options.depths, reads=options.reads,
-                repeats=options.read_repeats, seed=options.seed,
+                store, sources[place], depths=options.depths, repeats=options.read_repeats, seed=options.seed,
+                reads=options.reads if place in places else max(turn_bytes // store.nbytes(0), 8),
             )
         ]  # fmt: skip
         extra = [
@@ -195,9 +204,9 @@ def study(
         cache = streaming_reads.cached(stores["pack"], routes, budgets=options.budgets, policies=options.policies)
         told()
         overlapped = streaming_overlap.overlap(
-            places["pack"], asked[0], tokens=options.overlap_tokens, repeats=options.overlap_repeats,
-            ratios=options.ratios, cycles=options.overlap_cycles, policy_name=options.overlap_policy,
-            readers=options.readers, precision=precision,
+            places["pack"], asked[0][: options.overlap_prompt], tokens=options.overlap_tokens,
+            repeats=options.overlap_repeats, ratios=options.ratios, cycles=options.overlap_cycles,
+            policy_name=options.overlap_policy, readers=options.readers, precision=precision,
         )  # fmt: skip
         told()
         memory = _memory(loaded, asked, sizes, options)
@@ -221,16 +230,19 @@ def _equality(
     sizes: dict[str, Any],
     options: StreamingOptions,
 ) -> dict[str, Any]:
-    """Under the BLAS of this process, and before that under the reference one where it is another."""
+    """Under the reference BLAS at every budget; where this process has another, under that at the smallest as well."""
     from .streaming_equality import equality, equality_of
 
-    given = {"places": places, "prompts": asked, "tokens": options.tokens, "cycles": options.cycles, "sizes": sizes}
-    exact = []
-    if active_blas() == "openblas":
-        job = {"model": loaded.path, "precision": loaded.precision, **given}
-        exact = models.run_workers(equality_of, [job], blas="reference", workers=1)[0]["rows"]
+    full = sizes["full_bytes"] / sizes["cycle_bytes"]
+    given = {"places": places, "prompts": asked, "tokens": options.tokens, "cycle_bytes": sizes["cycle_bytes"]}
+    given["budgets"] = sorted({float(c) for c in options.cycles if c < full} | {full})
+    if active_blas() != "openblas":
+        return equality(loaded, **given)
+    job = {"model": loaded.path, "precision": loaded.precision, **given}
+    [exact] = models.run_workers(equality_of, [job], blas="reference", workers=1)
+    given |= {"places": {"pack": places["pack"]}, "prompts": asked[:1], "budgets": given["budgets"][:1]}
     here = equality(loaded, **given)
-    return here | {"rows": exact + here["rows"]}
+    return here | {"rows": exact["rows"] + here["rows"]}
 
 
 def _memory(

@@ -14,7 +14,7 @@ from moelab.streaming import Passes, open_store, write_pack
 from moelab.streaming.pack import PackSource
 
 OPTIONS = StreamingOptions(
-    prompt=12, tokens=10, cycles=[1.0], reads=12, read_repeats=2, disk_seconds=0.01, budgets=[0.3, 0.6],
+    prompt=12, tokens=10, made_up_mb=[1], reads=12, read_repeats=2, disk_seconds=0.01, budgets=[0.3, 0.6],
     policies=["lru", "layer-lfu"], ratios=[1.0], overlap_tokens=6, overlap_repeats=2, memory_tokens=4,
 )  # fmt: skip
 PROMPTS = [list(range(20, 32)), list(range(60, 72))]
@@ -112,7 +112,7 @@ def test_a_cut_file_stops_the_probe(loaded, tmp_path):
 def test_rates_stand_beside_their_spread(figures):
     rows = figures["reads"]["throughput"]
     assert [(row["place"], row["depth"]) for row in rows] == [
-        (place, depth) for place in ("in place", "pack") for depth in OPTIONS.depths
+        (place, depth) for place in ("in place", "pack", "made up, 1 MiB") for depth in OPTIONS.depths
     ]
     for row in rows:
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
@@ -204,7 +204,7 @@ def test_claims_follow_their_figures(figures):
     rows = {row["claim"]: row for row in figures["claims"]}
     assert rows["a second request equals the same request cold, bit for bit"]["holds"] is True
     assert rows["a second request equals the same request cold, bit for bit"]["n"] == 2 * OPTIONS.tokens
-    assert len(rows) == 2 + len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 3 * len(OPTIONS.ratios) + 2
+    assert len(rows) == 2 + 2 * len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 3 * len(OPTIONS.ratios) + 2
 
 
 def test_a_claim_without_evidence_is_neither_held_nor_broken(figures):

@@ -190,7 +190,8 @@ def streaming_memory(found: Figures) -> pd.DataFrame:
                 "model": m, "budget MB": f["budget"] / MB, "peak MB": f["peak"] / MB,
                 "system's peak MB": None if f["high_water"] is None else f["high_water"] / MB,
                 "peak ÷ budget": max(f["peak"], f["high_water"] or 0) / f["budget"],
-                "before slots MB": f["base"] / MB, "parameters that stay MB": f["other_bytes"] / MB,
+                "imports MB": f["imports"] / MB, "before slots MB": f["base"] / MB,
+                "parameters that stay MB": f["other_bytes"] / MB,
                 "slots MB": f["cache"] / MB, "all experts MB": f["full"] / MB, "mlx's peak MB": f["allocator"] / MB,
                 "evictions": f["evictions"], "experts shared": f["shared"], "looks": f["looks"], "read by": f["reader"],
             }

@@ -1,0 +1,85 @@
+"""Frames of notebook 80 from a few figures written by hand, and the picture of one token."""
+
+import pytest
+
+from moelab.errors import ContractError
+from moelab.lab import plots, views
+
+ANSWER = {"place": "pack", "cycles": 1.0, "request": "first", "n": 8, "largest": 0.0, "read_bytes": 2e3}
+FIGURES = {
+    "m": {
+        "equality": {
+            "rows": [
+                {**ANSWER, "blas": "reference", "tokens_equal": 8, "logits_equal": 7},
+                {**ANSWER, "blas": "openblas", "tokens_equal": 8, "logits_equal": 0},
+            ]
+        },
+        "cache": {
+            "bytes_per_s": 1e6,
+            "rows": [
+                {"policy": "lru", "share": 0.5, "value": 40e3, "se": 1e3, "n": 9, "lru": 4e4, "opt": 2e4, "cold": 5e3},
+                {"policy": "x", "share": 0.5, "value": 30e3, "se": None, "n": 9, "lru": 40e3, "opt": 20e3, "cold": 5e3},
+            ],
+        },
+        "overlap": {
+            "rows": [
+                {"arm": "off", "ratio": 1.0, "seconds": 0.02, "bound": 0.01, "share": None},
+                {"arm": "in_forward", "ratio": 1.0, "seconds": 0.012, "bound": 0.01, "share": 0.8, "share_least": 0.7,
+                 "share_greatest": 0.9, "n": 3, "simulated_share": 1.0},
+            ],
+            "picture": [
+                {"arm": arm, "layer": layer, "missing": 1, "issue": at, "ready": at + wait, "consume": at + 0.003}
+                for arm, wait in (("off", 0.002), ("in_forward", 0.0))
+                for layer, at in enumerate((0.0, 0.003))
+            ],
+        },
+        "claims": [
+            {"claim": "a", "measured": 1.0, "asked": 1.0, "n": 8, "spread": "", "holds": True},
+            {"claim": "b", "measured": 0.5, "asked": 0.95, "n": 3, "spread": "0.4 to 0.6", "holds": False},
+            {"claim": "c", "measured": None, "asked": 1.02, "n": 2, "spread": "", "holds": None},
+        ],
+    }
+}  # fmt: skip
+
+
+def test_bits_are_counted_without_the_blas_that_rounds_otherwise():
+    assert views.streaming_equal(FIGURES) == {"m": "8 of 8 tokens, 7 of 8 rows of logits"}
+    assert views.streaming_equality(FIGURES)["logits equal"].tolist() == [7, 0]
+
+
+def test_bytes_are_shares_of_their_bounds():
+    frame = views.cache_bytes(FIGURES).set_index("policy")
+    assert frame.loc["x", "÷ global LRU"] == 0.75 and frame.loc["x", "÷ OPT"] == 1.5
+    assert frame["way from LRU to OPT"].tolist() == [0.0, 0.5]
+    assert frame.loc["x", "tokens/s by disk"] == pytest.approx(1e6 / 30e3)
+    curves = views.cache_curves(FIGURES["m"])
+    assert curves.set_index("policy")["kB a token"].to_dict() == {
+        "lru": 40.0, "x": 30.0, "OPT": 20.0, "first uses alone": 5.0,
+    }  # fmt: skip
+
+
+def test_shares_leave_out_what_they_are_shares_of():
+    assert views.overlap_shares(FIGURES)["arm"].tolist() == ["in_forward"]
+    assert views.overlap_times(FIGURES["m"])["arm"].tolist() == ["off", "in_forward", "bound"]
+
+
+def test_the_summary_says_what_does_not_hold_and_what_is_not_known():
+    lines = views.streaming_summary(FIGURES).splitlines()
+    assert lines[0] == "m: 1 of 3 claims hold."
+    assert lines[1] == "  does not hold: b: 0.5, asked 0.95 (0.4 to 0.6, n = 3)"
+    assert lines[2] == "  no evidence: c (n = 2)"
+    assert views.streaming_claims(FIGURES)["verdict"].tolist() == ["holds", "does not hold", "no evidence"]
+
+
+def test_a_token_is_drawn_as_bars_in_time():
+    frame = views.overlap_picture(FIGURES["m"])
+    figure = plots.spans(
+        frame, start="start", end="end", y="layer", hue="what", panel="arm", x="milliseconds", alt="One token."
+    )
+    assert [axes.get_title() for axes in figure.axes] == ["off", "in_forward"]
+    waits = [bar.get_width() for bar in figure.axes[0].patches][:2]
+    assert waits == pytest.approx([2.0, 2.0])
+    assert [bar.get_x() for bar in figure.axes[0].patches] == pytest.approx([0.0, 3.0, 2.0, 5.0])
+    assert figure.axes[-1].get_xlabel() == "milliseconds" and figure.alt == "One token."
+    with pytest.raises(ContractError, match="no such column"):
+        plots.spans(frame, start="begin", end="end", y="layer", hue="what", x="ms", alt="x")
