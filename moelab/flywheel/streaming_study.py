@@ -65,8 +65,6 @@ class StreamingOptions(Options):
     overlap_tokens: int = param(12, "tokens of an answer of the overlap study", min=4)
     overlap_repeats: int = param(1, "answers of each arm that count, after one that does not", min=1)
     overlap_cycles: float = param(1.5, "cache of the overlap study, in token cycles", min=1.0)
-    overlap_policy: str = param("lru", "its eviction policy", choices=(*eviction.POLICIES,))
-    readers: int = param(4, "reader threads of the overlap study", min=1)
     reserve_mb: int = param(32, "of the memory budget, kept for attention caches and activations, MiB", min=1)
     memory_share: float = param(0.25, "share of all expert bytes that the memory budget leaves room for", min=0.01)
     memory_tokens: int = param(24, "tokens of each of two answers while memory is watched", min=1)
@@ -206,7 +204,7 @@ def study(
         overlapped = streaming_overlap.overlap(
             places["pack"], asked[0][: options.overlap_prompt], tokens=options.overlap_tokens,
             repeats=options.overlap_repeats, ratios=options.ratios, cycles=options.overlap_cycles,
-            policy_name=options.overlap_policy, readers=options.readers, precision=precision,
+            policy_name="lru", readers=4, precision=precision,
         )  # fmt: skip
         told()
         memory = _memory(loaded, asked, sizes, options)
