@@ -27,7 +27,7 @@ from .shards import read_header
 
 __all__ = ["VERSION", "Pack", "PackSource", "PackedLayer", "PackedTensor", "read_pack"]
 
-VERSION = 1
+VERSION = 2
 CONFIG, MANIFEST, WEIGHTS = "config.json", "pack.json", "model.safetensors"
 
 

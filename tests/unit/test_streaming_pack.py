@@ -191,7 +191,7 @@ def test_other_weights_are_found_when_asked(copy):
 
 
 @pytest.mark.parametrize("change, match", [
-    ({"version": 2}, "unknown version of a pack.*got: 2, expected: 1"),
+    ({"version": 1}, "unknown version of a pack.*got: 1, expected: 2"),
     ({"version": None}, "unknown version"),
     ({"shiny": True}, "unknown field `shiny`"),
     ({"experts": "16"}, "not a pack"),

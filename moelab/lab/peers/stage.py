@@ -165,11 +165,14 @@ def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: g
 
 def _pack(checkpoint: artifacts.Artifact) -> artifacts.Artifact:
     from ...streaming import write_pack
+    from ...streaming.pack import VERSION
 
     def make(folder: Path) -> dict[str, Any]:
         return {"layers": len(write_pack(checkpoint.path, folder / PACK).layers)}
 
-    return artifacts.build("generated-pack", inputs={"checkpoint": checkpoint.content}, params={}, make=make)
+    return artifacts.build(
+        "generated-pack", inputs={"checkpoint": checkpoint.content}, params={"version": VERSION}, make=make
+    )
 
 
 def machine() -> dict[str, Any]:
