@@ -54,14 +54,16 @@ CALIBRATED_ON = "temporal"
 class HeadRecipe:
     """Widths of both forms (`hidden` D, `rank` R) and how each is trained; see `train.Recipe`."""
 
-    hidden: int = 192
-    rank: int = 52
+    hidden: int = 512
+    rank: int = 192
     epochs: int = 8
     batch: int = 256
     learning_rate: float = 3e-3
-    weight_decay: float = 0.5
-    shared_epochs: int = 16
+    weight_decay: float = 1.0
+    shared_epochs: int = 12
+    shared_batch: int = 128
     shared_learning_rate: float = 1e-2
+    shared_weight_decay: float = 0.5
     over: float = 0.05
     calibration: float = 1.0
     overfit_tokens: int = 128
@@ -72,9 +74,9 @@ class HeadRecipe:
         shared = form == "shared"
         return Recipe(
             epochs=self.shared_epochs if shared else self.epochs,
-            batch=self.batch,
+            batch=self.shared_batch if shared else self.batch,
             learning_rate=self.shared_learning_rate if shared else self.learning_rate,
-            weight_decay=self.weight_decay,
+            weight_decay=self.shared_weight_decay if shared else self.weight_decay,
             over=self.over,
             calibration=self.calibration,
             seed=seed,

@@ -4,8 +4,9 @@
     layers.<N>.fc2.weight          [E, D]
     layers.<N>.linear_init.weight  [E, F]      absent in none or in all: zeros
 
-or, in the shared form, `shared.trunk.weight [R, F]` once and, a layer, `layers.<N>.scale.weight [R]`, `….fc2.… [E, R]`
-and `….linear.… [E, R]`. `layers.<N>.mlp.prerouter.<part>.weight` is read as well; anything else is refused by name.
+or, in the shared form, `shared.trunk.weight [R, F]` once, and a layer `layers.<N>.scale.weight [R]` and
+`layers.<N>.fc2.weight [E, R]`. `layers.<N>.mlp.prerouter.<part>.weight` is read as well; anything else is refused by
+name.
 
 The header says which model the heads belong to, K, E, H, the owners and the format version, and all of it is held
 against the tensors and the model before a head is made (`identity`). Three headers are read: ours (one sealed JSON
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 RECORD = "prerouter"
-PARTS = {"full": ("fc1", "fc2", "linear_init"), "shared": ("scale", "fc2", "linear")}
+PARTS = {"full": ("fc1", "fc2", "linear_init"), "shared": ("scale", "fc2")}
 LEGACY = "pregate"
 
 

@@ -2,7 +2,7 @@
 
     f = concat[h, c, p]                                        F = H + 2E
     full    logits = linear_init · f + fc2 · gelu(fc1 · f)     bias-free, exact-erf GELU
-    shared  u = trunk · f,  logits = linear_l · u + fc2_l · gelu(scale_l * u)
+    shared  logits = fc2_l · gelu(scale_l * (trunk · f))       bias-free too
 
 `h [H]` is the input of layer N's experts at token t; `c` and `p` are multi-hot over E: the experts executed in layer N
 at t and at t-1. The logits are layer N+1's at token t+1. A multi-hot vector times a matrix is a sum of its columns,
@@ -55,9 +55,9 @@ class Head:
         return self._apply(self.arrays, hidden, self._pairs(current, previous))
 
     def _pairs(self, current: mx.array, previous: mx.array | None) -> mx.array:
-        current = current.astype(mx.int32)  # a narrow type has no room for the offset
         if previous is None:
             return current
+        # a narrow type of id has no room for the offset
         return mx.concatenate([current, previous.astype(mx.int32) + self.experts], axis=-1)
 
     @property
@@ -119,20 +119,17 @@ class PrerouterHead(Head):
 
 
 class SharedHead(Head):
-    """`trunk [R, F]` of all layers, and this layer's `scale [R]`, `fc2 [E, R]`, `linear [E, R]`.
+    """`trunk [R, F]` of all layers, and this layer's `scale [R]` and `fc2 [E, R]`.
 
     Raises:
         GeometryError: as `PrerouterHead`.
     """
 
-    def __init__(
-        self, trunk: mx.array, scale: mx.array, fc2: mx.array, linear: mx.array, *, precision: str = "float32"
-    ):
+    def __init__(self, trunk: mx.array, scale: mx.array, fc2: mx.array, *, precision: str = "float32"):
         (experts, rank), features = fc2.shape, trunk.shape[-1]
         for name, array, shape in (
             ("trunk", trunk, (rank, features)),
             ("scale", scale, (rank,)),
-            ("linear", linear, (experts, rank)),
             ("fc2", fc2, (experts, rank)),
         ):
             _require(name, array, shape, trunk.dtype)
@@ -141,12 +138,11 @@ class SharedHead(Head):
         self.experts, self.stored = experts, trunk.dtype
         width = features - 2 * experts
         parts = {"map": trunk[:, :width], "columns": trunk[:, width:].T, "scale": scale[None]}
-        self.arrays = _settled(parts | {"fc2": fc2, "linear": linear}, precision)
+        self.arrays = _settled(parts | {"fc2": fc2}, precision)
 
     @staticmethod
     def _second(arrays, first):
-        bent = gelu(first * arrays["scale"])
-        return first @ mx.swapaxes(arrays["linear"], -1, -2) + bent @ mx.swapaxes(arrays["fc2"], -1, -2)
+        return gelu(first * arrays["scale"]) @ mx.swapaxes(arrays["fc2"], -1, -2)
 
 
 class HeadBank:

@@ -57,7 +57,7 @@ class HeadIdentity:
         D, E, F = self.hidden, self.experts, self.width + 2 * self.experts
         if self.form == "full":
             return {"fc1": (D, F), "fc2": (E, D), "linear_init": (E, F)}
-        return {"scale": (D,), "fc2": (E, D), "linear": (E, D)}
+        return {"scale": (D,), "fc2": (E, D)}
 
 
 @dataclass(frozen=True, eq=False)

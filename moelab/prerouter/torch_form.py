@@ -7,7 +7,7 @@ float16; `told` refuses more.)
 
 `tensors` gives what a weight file holds, rounded to the file's type; `of` takes it back.
 
-Initialisation: the linear part and `fc2` are zero, so that an untrained head says nothing about any expert.
+Initialisation: `linear_init` and `fc2` are zero, so that an untrained head says nothing about any expert.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def told(hidden: np.ndarray, current: np.ndarray, previous: np.ndarray) -> np.nd
 class TorchHeads(nn.Module):
     """Heads of a `HeadIdentity`, of its form. `decayed`: the parameters that weight decay is for."""
 
-    decayed = frozenset({"map", "columns", "fc2", "linear"})
+    decayed = frozenset({"map", "columns", "fc2"})
     gate = False  # no gate scores are wanted: see `flywheel.train.fit`
 
     def __init__(self, identity: HeadIdentity, *, seed: int = 0):
@@ -64,7 +64,7 @@ class TorchHeads(nn.Module):
             parts = {"map": map_, "columns": columns}
         else:
             parts = {"map": normal(D, H, scale=H**-0.5), "columns": normal(2 * E, D, scale=0.3)}
-            parts |= {"scale": torch.ones(n, D), "linear": torch.zeros(n, E, D)}
+            parts |= {"scale": torch.ones(n, D)}
         for name, value in (parts | {"fc2": torch.zeros(n, E, D)}).items():
             setattr(self, name, nn.Parameter(value))
 
@@ -95,8 +95,7 @@ class TorchHeads(nn.Module):
         if self.identity.form == "full":
             bent = nn.functional.gelu(first[..., :D])
             return first[..., D:] + torch.einsum("tnd,ned->tne", bent, self.fc2)
-        bent = nn.functional.gelu(first * self.scale)
-        return torch.einsum("tnd,ned->tne", first, self.linear) + torch.einsum("tnd,ned->tne", bent, self.fc2)
+        return torch.einsum("tnd,ned->tne", nn.functional.gelu(first * self.scale), self.fc2)
 
     @torch.no_grad()
     def scores(self, features: np.ndarray, gate_scores: None = None, *, batch: int = 2048) -> np.ndarray:
@@ -119,8 +118,7 @@ class TorchHeads(nn.Module):
         D = self.identity.hidden
         joined = np.concatenate([whole["map"], np.swapaxes(whole["columns"], -1, -2)], axis=-1)
         if self.identity.form == "shared":
-            names = ("scale", "fc2", "linear")
-            return {o: {k: whole[k][i] for k in names} for i, o in enumerate(self.identity.owners)}, joined
+            return {o: {k: whole[k][i] for k in ("scale", "fc2")} for i, o in enumerate(self.identity.owners)}, joined
         return {
             owner: {"fc1": joined[i, :D], "fc2": whole["fc2"][i], "linear_init": joined[i, D:]}
             for i, owner in enumerate(self.identity.owners)

@@ -31,12 +31,12 @@ def product(matrix, vector):
 def logits(form, weights, features):
     if form == "full":
         bent = [gelu(v) for v in product(weights["fc1"], features)]
-        pairs = zip(product(weights["linear_init"], features), product(weights["fc2"], bent), strict=True)
+        straight = product(weights["linear_init"], features)
     else:
         low = product(weights["trunk"], features)
         bent = [gelu(s * v) for s, v in zip(weights["scale"], low, strict=True)]
-        pairs = zip(product(weights["linear"], low), product(weights["fc2"], bent), strict=True)
-    return [a + b for a, b in pairs]
+        straight = [0.0] * len(weights["fc2"])
+    return [a + b for a, b in zip(straight, product(weights["fc2"], bent), strict=True)]
 
 
 def case(rng, form, H, E, D, K, has_previous):
@@ -47,7 +47,7 @@ def case(rng, form, H, E, D, K, has_previous):
     if form == "full":
         weights = {"fc1": matrix(D, F), "fc2": matrix(E, D), "linear_init": matrix(E, F)}
     else:
-        weights = {"trunk": matrix(D, F), "scale": matrix(1, D)[0], "fc2": matrix(E, D), "linear": matrix(E, D)}
+        weights = {"trunk": matrix(D, F), "scale": matrix(1, D)[0], "fc2": matrix(E, D)}
     rows = []
     for _ in range(4):
         hidden = [rng.randrange(-255, 256) / 128 for _ in range(H)]

@@ -31,9 +31,7 @@ def made(parts, **options):
 
 def shared_heads(rng, n, H, E, R):
     trunk = mx.array(draw(rng, R, H + 2 * E))
-    return {
-        4 + i: SharedHead(trunk, *(mx.array(draw(rng, *shape)) for shape in ((R,), (E, R), (E, R)))) for i in range(n)
-    }
+    return {4 + i: SharedHead(trunk, *(mx.array(draw(rng, *shape)) for shape in ((R,), (E, R)))) for i in range(n)}
 
 
 def inputs(rng, E, K, H, *lead):
@@ -99,11 +97,11 @@ def test_column_gather_equals_the_full_product(form):
 def test_the_shared_form_is_its_formula():
     rng = np.random.default_rng(2)
     H, E, R, K = 10, 7, 5, 3
-    trunk, scale, fc2, linear = draw(rng, R, H + 2 * E), draw(rng, R), draw(rng, E, R), draw(rng, E, R)
-    head = SharedHead(*(mx.array(a) for a in (trunk, scale, fc2, linear)))
-    # the same map as a full head: fc1 = scale * trunk, linear_init = linear · trunk
-    wide = [np.asarray(a, np.float64) for a in (trunk, scale, fc2, linear)]
-    same = [wide[1][:, None] * wide[0], wide[2], wide[3] @ wide[0]]
+    trunk, scale, fc2 = draw(rng, R, H + 2 * E), draw(rng, R), draw(rng, E, R)
+    head = SharedHead(*(mx.array(a) for a in (trunk, scale, fc2)))
+    # the same map as a full head: fc1 = scale * trunk, no linear_init
+    wide = [np.asarray(a, np.float64) for a in (trunk, scale, fc2)]
+    same = [wide[1][:, None] * wide[0], wide[2], np.zeros((E, H + 2 * E))]
     hidden, current, previous = (a[0] for a in inputs(rng, E, K, H, 1))
     expected = oracle(same, np.array(hidden), np.array(current), np.array(previous), E)
     assert np.abs(np.array(head(hidden, current, previous)) - expected).max() < ROUNDING * 5

@@ -76,7 +76,7 @@ def test_every_parameter_is_trained(identity):
     heads = shaken(identity)
     heads(torch.from_numpy(told(*rows()))).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in heads.parameters())
-    assert heads.decayed - {"linear"} <= dict(heads.named_parameters()).keys()
+    assert heads.decayed <= dict(heads.named_parameters()).keys()
 
 
 def test_a_head_hears_its_own_row_only():
@@ -120,7 +120,7 @@ def test_the_flywheels_loop_trains_heads(identity):
     examples = lesson()
     heads = TorchHeads(identity)
     losses = fit(heads, examples, RECIPE, gate1="pass")
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.85 * losses[0]
     with pytest.raises(GateRefusedError):
         fit(TorchHeads(identity), examples, RECIPE)
 
