@@ -15,6 +15,10 @@ _HOMES = {
     "heads": ("HeadBank", "PrerouterHead", "SharedHead", "multi_hot"),
     "identity": ("HeadFile", "HeadIdentity"),
     "torch_form": ("TorchHeads", "told"),
+    "install": ("Prerouter", "install_prerouter", "uninstall"),
+    "modes": ("MODES", "Prediction"),
+    "stager": ("CrossTokenStager", "LingPrerouterStager", "PrerouterStager"),
+    "supply": ("Source", "Supply"),
     "files": ("convert_legacy", "find_weights", "load_heads", "read_heads", "write_heads"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}

@@ -21,7 +21,7 @@ Source: edge0, "Cross-token dispatch".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -31,6 +31,7 @@ from ..errors import ContractError, GeometryError
 from ..models.families import Selection
 from ..models.native import select
 from ..routes import DECODED
+from .calls import Features, HeadCalls
 from .fills import CacheFill, SlotFill
 from .heads import Head, HeadBank
 from .hooks import BlockParts
@@ -41,16 +42,7 @@ from .supply import Source, Supply
 if TYPE_CHECKING:
     from ..streaming.engine import StreamingEngine
 
-__all__ = ["CrossTokenStager", "Features", "LingPrerouterStager", "PrerouterStager"]
-
-
-@dataclass(frozen=True, eq=False)
-class Features:
-    """Of one layer at one token: `hidden [1, 1, H]`, `current [1, 1, K]` and `previous [1, 1, K]` or None."""
-
-    hidden: mx.array
-    current: mx.array
-    previous: mx.array | None
+__all__ = ["CrossTokenStager", "LingPrerouterStager", "PrerouterStager"]
 
 
 class PrerouterStager:
@@ -93,7 +85,7 @@ class PrerouterStager:
         self.family = engine.loaded.family
         self.calibration = calibration
         self.consumer_of = dict(zip(wiring.owner_index, wiring.consumer_index, strict=True))
-        self._head_of = dict(zip(wiring.owner_index, wiring.owners, strict=True))
+        self._calls = HeadCalls(heads, dict(zip(wiring.owner_index, wiring.owners, strict=True)), calibration)
         self.supply = Supply(len(parts), wiring.consumer_index)
         self._expected: dict[int, tuple[int, ...]] = {}
         self._dropped = [0] * len(parts)
@@ -225,62 +217,31 @@ class PrerouterStager:
         self._now: dict[int, mx.array] = {}
         self._captured: dict[int, Features] = {}
         self._named: dict[int, tuple[int, ...]] = {}  # consumer -> experts to protect once its turn is over
-        self._pending: tuple[list[int], mx.array, Selection, mx.array | None] | None = None
+        self._calls.drop()
 
     # ------------------------------------------------------------------ heads
 
     def _run_all(self) -> None:
         """Every captured layer's head, in one call where the heads are a bank."""
-        owners = sorted(self._captured)
-        rows = [self._captured[owner] for owner in owners]
-        self._captured = {}
-        if not isinstance(self.heads, HeadBank) or len(owners) < len(self.heads):
-            for owner, row in zip(owners, rows, strict=True):
-                self._ask([owner], row)
-                self._answer(self.engine.memory.clock(), after=None)
+        captured, self._captured = dict(sorted(self._captured.items())), {}
+        if isinstance(self.heads, HeadBank) and len(captured) == len(self.heads):
+            self._ask(list(captured), Features.stack(list(captured.values())))
             return
-        previous = [row.previous for row in rows]
-        self._ask(owners, Features(
-            mx.stack([row.hidden for row in rows]), mx.stack([row.current for row in rows]),
-            None if previous[0] is None else mx.stack(previous),
-        ))  # fmt: skip
+        for owner, features in captured.items():
+            self._ask([owner], features)
+            self._answer(self.engine.memory.clock(), after=None)
 
     def _ask(self, owners: list[int], features: Features) -> None:
-        """Set heads going; `_answer` reads what they say."""
-        if len(owners) == 1:
-            name = self._head_of[owners[0]]
-            head = self.heads.head(name) if isinstance(self.heads, HeadBank) else self.heads[name]
-            logits = head(features.hidden, features.current, features.previous)[None]
-            logits = logits.reshape(1, 1, 1, -1)
-        else:
-            logits = self.heads(features.hidden, features.current, features.previous)
-        consumers = [self.consumer_of[owner] for owner in owners]
-        chosen = self._select(consumers, logits, self.family.top_k + (self.extra if self.mode == "advise" else 0))
-        sure = None
-        if self.calibration is not None:
-            pairs = mx.array([self.calibration[self._head_of[owner]] for owner in owners]).reshape(-1, 1, 1, 2)
-            sure = mx.sigmoid(pairs[..., :1] * mx.take_along_axis(logits, chosen.ids, -1) + pairs[..., 1:])
-        # Evaluated in this pass in any case: their graph reads slots that the next pass may fill.
-        mx.async_eval(logits, chosen.ids, chosen.weights, chosen.scores, *([] if sure is None else [sure]))
-        self._pending = owners, logits, chosen, sure
+        count = self.family.top_k + (self.extra if self.mode == "advise" else 0)
+        self._calls.ask(
+            owners, features, lambda logits: self._select([self.consumer_of[o] for o in owners], logits, count)
+        )
 
     def _answer(self, now: float, *, after: int | None) -> None:
         """Read what the heads last asked say, and ask for its experts. `after`: as in `fills`."""
-        if self._pending is None:
-            return
-        (owners, logits, chosen, sure), self._pending = self._pending, None
-        scores = mx.take_along_axis(chosen.scores, chosen.ids, axis=-1)
-        mx.eval(logits, chosen.weights, chosen.ids, scores, *([] if sure is None else [sure]))
-        ids = np.array(chosen.ids)[:, 0, 0].tolist()
-        scores = np.maximum(np.array(scores)[:, 0, 0], -1e9).tolist()  # -inf: of a group that was dropped
-        sure = None if sure is None else np.array(sure)[:, 0, 0].tolist()
-        for row, owner in enumerate(owners):
-            k, consumer = self.family.top_k, self.consumer_of[owner]
-            prediction = Prediction(
-                tuple(ids[row][:k]), tuple(ids[row][k:]), scores[row], None if sure is None else sure[row],
-                None if self.extra and self.mode == "advise" else chosen.weights[row], logits[row],
-            )  # fmt: skip
-            self._new_logits[owner] = logits[row]
+        for owner, prediction in self._calls.answer(self.family.top_k):
+            consumer = self.consumer_of[owner]
+            self._new_logits[owner] = prediction.logits
             self._store(consumer, prediction)
             self.fill.ask(consumer, prediction, now=now, after=after)
             if self.protect:

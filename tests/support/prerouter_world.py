@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
@@ -51,6 +52,23 @@ def engine(model, *, layer=None, cycles=2.0, **options) -> StreamingEngine:
     )
 
 
+class Engines:
+    """Engines that many tests share: loading one takes longer than what is done with it."""
+
+    def __init__(self):
+        self._open = {}
+
+    def __call__(self, model, *, layer=SLOTS, cycles=1.0, **options) -> StreamingEngine:
+        key = str(model), str(layer), cycles, str(options)
+        if key not in self._open:
+            self._open[key] = engine(model, layer=layer, cycles=cycles, **options)
+        return self._open[key]
+
+    def close(self) -> None:
+        for streamed in self._open.values():
+            streamed.close()
+
+
 def spec_for(streamed, **fields) -> PrerouterSpec:
     """A head in every MoE layer but the last."""
     ids = streamed.loaded.geometry.layer_ids
@@ -82,11 +100,16 @@ def tiny_model(family, folder, **changes):
     return folder
 
 
+@lru_cache(maxsize=3)
+def resident(model):
+    return models.load(model)
+
+
 class Plain:
     """The oracle: a resident model, every block called by hand, two dictionaries for what goes from token to token."""
 
     def __init__(self, model, bank, spec, *, mode="replace", threshold=0.5, calibration=None):
-        self.loaded = models.load(model)
+        self.loaded = resident(model)
         self.bank, self.mode, self.threshold, self.calibration = bank, mode, threshold, calibration
         self.family = self.loaded.family
         owners = spec.wiring(self.loaded.geometry.layer_ids, len(self.loaded.model.layers)).owners
@@ -97,10 +120,10 @@ class Plain:
         oracle = self
         self.classes = {}
         for layer_id, block in self.blocks.items():
-            module = block.switch_owner
+            module, native = block.switch_owner, type(block.switch_owner).__call__
             self.classes[layer_id] = type(module)
 
-            def call(self, x, layer_id=layer_id, native=type(module).__call__):
+            def call(self, x, layer_id=layer_id, native=native):
                 return oracle.turn(layer_id, self, x, native)
 
             module.__class__ = type("Plain", (type(module),), {"__call__": call, "__module__": type(module).__module__})

@@ -1,0 +1,455 @@
+"""Silent failures of cross-token routing: each check passes on the code, and fails when the bug is put in."""
+
+import contextlib
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import prerouter_world as world
+import pytest
+
+from moelab.errors import ContractError
+from moelab.prerouter import HeadBank, PrerouterHead, Source, install_prerouter
+from moelab.prerouter import calls as calls_module
+from moelab.prerouter import install as install_module
+from moelab.prerouter.stager import CrossTokenStager, PrerouterStager
+from moelab.routes import DECODED, PREFILLED
+from moelab.streaming.staged import StagedSlots
+
+PROMPT = [23, 99, 41, 7, 150]
+ENGINES = world.Engines()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    return world.tiny_model("qwen3_5_moe", tmp_path_factory.mktemp("qwen"))
+
+
+@pytest.fixture(scope="module")
+def ling(tmp_path_factory):
+    return world.tiny_model("bailing_hybrid", tmp_path_factory.mktemp("ling"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed():
+    yield
+    ENGINES.close()
+
+
+@contextlib.contextmanager
+def installed(model, *, layer=world.SLOTS, spec=None, heads=None, seed=0, dtype=mx.float16, **options):
+    streamed = ENGINES(model, layer=layer)
+    spec = world.spec_for(streamed, **(spec or {}))
+    bank = heads or world.heads_for(streamed, spec, seed=seed, dtype=dtype)
+    with install_prerouter(streamed.loaded, spec, streamed, heads=bank, **options) as prerouter:
+        yield streamed, prerouter
+
+
+def oracle(model, prerouter, prompt, count, **options):
+    with world.Plain(model, prerouter.heads, prerouter.spec, **options) as plain:
+        return list(plain.tokens(prompt, count))
+
+
+def fills(streamed):
+    """Layer → experts that were ever asked for in its slots."""
+    counters = [switch.staged.stack.counters for switch in streamed.switches]
+    return {layer: c.kept + c.copied + c.read for layer, c in enumerate(counters)}
+
+
+# ---------------------------------------------------------------- 1: a consumer that quietly uses its gate
+
+
+def check_every_consumer_is_fed(model):
+    with installed(model) as (streamed, prerouter):
+        world.tokens(streamed, PROMPT, 4)
+        consumers = list(prerouter.wiring.consumer_index)
+        assert prerouter.supply.fed()
+        assert (prerouter.supply.map[:, consumers] == Source.PREDICTION).all()
+        gated = [layer for layer in range(streamed.store.layers) if layer not in consumers]
+        assert (prerouter.supply.map[:, gated] == Source.GATE).all() and len(prerouter.supply.map) == 4
+
+
+def test_every_consumer_is_fed_from_the_first_decoded_token(qwen, ling):
+    check_every_consumer_is_fed(qwen)
+    check_every_consumer_is_fed(ling)
+
+
+def test_1_a_missing_prediction_is_an_error(qwen, monkeypatch):
+    store = CrossTokenStager._store
+    monkeypatch.setattr(CrossTokenStager, "_store", lambda self, c, p: None if c == 2 else store(self, c, p))
+    with pytest.raises(ContractError, match="no prediction for a layer that a head predicts"):
+        check_every_consumer_is_fed(qwen)
+
+
+def test_1_a_consumer_that_says_nothing_is_an_error(qwen, monkeypatch):
+    monkeypatch.setattr(PrerouterStager, "route", lambda self, layer, x: None)
+    with pytest.raises(ContractError, match="went by without its prediction"):
+        check_every_consumer_is_fed(qwen)
+
+
+# ---------------------------------------------------------------- 2: the first token's slots
+
+
+def check_the_first_token_is_served_from_its_predictions(model, **options):
+    with installed(model, **options) as (streamed, prerouter):
+        streamed.reset()
+        cache = streamed.loaded.make_cache()
+        streamed.run(mx.array([PROMPT[:-1]]), cache, PREFILLED)
+        for layer in prerouter.wiring.consumer_index:
+            assert streamed.switches[layer].staged.ids == prerouter.stager.predictions[layer].ids
+        before = [replace(switch.staged.counters) for switch in streamed.switches]
+        streamed.run(mx.array([PROMPT[-1:]]), cache, DECODED)
+        for layer in prerouter.wiring.consumer_index:
+            old, new = before[layer], streamed.switches[layer].staged.counters
+            assert (new.used - old.used, new.exact - old.exact, new.fallback - old.fallback) == (4, 0, 0)
+
+
+@pytest.mark.parametrize("layer", [world.SLOTS, world.IN_PLACE])
+def test_the_first_token_is_served_from_its_predictions(qwen, ling, layer):
+    check_the_first_token_is_served_from_its_predictions(qwen, layer=layer)
+    check_the_first_token_is_served_from_its_predictions(ling, layer=layer)
+
+
+def test_2_slots_overwritten_with_the_last_prefill_tokens_set(qwen, monkeypatch):
+    routed, ended, last = PrerouterStager.routed, PrerouterStager.ended, {}
+
+    def noting(self, *, step, layer, ids, x, now):
+        last[layer] = ids.reshape(-1, ids.shape[-1])[-1]
+        routed(self, step=step, layer=layer, ids=ids, x=x, now=now)
+
+    def overwriting(self, *, step):
+        ended(self, step=step)
+        for layer, ids in last.items():
+            self.engine.switches[layer].staged.stage(ids)
+
+    monkeypatch.setattr(PrerouterStager, "routed", noting)
+    monkeypatch.setattr(PrerouterStager, "ended", overwriting)
+    with pytest.raises(AssertionError):
+        check_the_first_token_is_served_from_its_predictions(qwen)
+
+
+# ---------------------------------------------------------------- 3: request after request
+
+
+def check_requests_do_not_touch(model):
+    with installed(model) as (streamed, prerouter):
+        for prompt in (PROMPT, PROMPT[:1], PROMPT[:2], PROMPT[:3], PROMPT):
+            world.same(world.tokens(streamed, prompt, 4), oracle(model, prerouter, prompt, 4))
+            first = Source.START if len(prompt) == 1 else Source.PREDICTION
+            assert (prerouter.supply.map[0, list(prerouter.wiring.consumer_index)] == first).all()
+            assert (prerouter.supply.map[1:, list(prerouter.wiring.consumer_index)] == Source.PREDICTION).all()
+
+
+def test_a_request_knows_nothing_of_the_one_before(qwen, ling):
+    check_requests_do_not_touch(qwen)
+    check_requests_do_not_touch(ling)
+
+
+@pytest.mark.parametrize("kept", [("predictions", "_last"), ("_last",)])
+def test_3_the_last_request_feeds_the_next_ones_first_token(qwen, monkeypatch, kept):
+    reset = PrerouterStager.reset
+
+    def forgetful(self):
+        old = {name: getattr(self, name) for name in kept if hasattr(self, name)}
+        reset(self)
+        for name, value in old.items():
+            setattr(self, name, value)
+
+    monkeypatch.setattr(PrerouterStager, "reset", forgetful)
+    with pytest.raises((AssertionError, ContractError)):
+        check_requests_do_not_touch(qwen)
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_the_previous_top_k_is_rolled_once_a_token(qwen, monkeypatch, times):
+    ended, routed = PrerouterStager.ended, PrerouterStager.routed
+
+    def not_rolled(self, *, step):
+        before = self._last
+        ended(self, step=step)
+        self._last = before or self._last
+
+    def rolled_before_it_is_read(self, *, ids, layer, **told):
+        if layer in self.consumer_of:
+            self._last[layer] = mx.array(ids.reshape(1, -1, ids.shape[-1])[:, -1:])
+        routed(self, ids=ids, layer=layer, **told)
+
+    name, bug = ("ended", not_rolled) if times == 0 else ("routed", rolled_before_it_is_read)
+    monkeypatch.setattr(PrerouterStager, name, bug)
+
+    with pytest.raises((AssertionError, ContractError)):
+        check_requests_do_not_touch(qwen)
+
+
+# ---------------------------------------------------------------- 4: layers without predictions
+
+
+def check_nothing_is_dropped_or_staged_where_nothing_is_predicted(model, **options):
+    with installed(model, **options) as (streamed, prerouter):
+        before = fills(streamed)
+        world.tokens(streamed, PROMPT, 6)
+        assert all(switch.staged.counters.dropped == 0 for switch in streamed.switches)
+        filled = {layer for layer, count in fills(streamed).items() if count > before[layer]}
+        assert filled == set(prerouter.wiring.consumer_index) != set(before)
+
+
+def test_layers_without_predictions_drop_nothing_and_stage_nothing(qwen):
+    check_nothing_is_dropped_or_staged_where_nothing_is_predicted(qwen)
+    with pytest.raises(ContractError, match="experts would be dropped where nothing is predicted"):
+        check_nothing_is_dropped_or_staged_where_nothing_is_predicted(qwen, layer={**world.SLOTS, "on_missing": "zero"})
+
+
+def test_4_layers_staged_from_history_and_dropping_experts(qwen, monkeypatch):
+    ended, routed, last = PrerouterStager.ended, PrerouterStager.routed, {}
+
+    def noting(self, *, step, layer, ids, x, now):
+        last[layer] = ids.reshape(-1, ids.shape[-1])[-1]
+        if self.engine.forward.phase is not None:
+            routed(self, step=step, layer=layer, ids=ids, x=x, now=now)
+
+    def staging(self, *, step):
+        ended(self, step=step)
+        self.engine.switches[0].staged.stage(last[0])
+
+    monkeypatch.setattr(PrerouterStager, "routed", noting)
+    monkeypatch.setattr(PrerouterStager, "ended", staging)
+    with pytest.raises(AssertionError):
+        check_nothing_is_dropped_or_staged_where_nothing_is_predicted(qwen)
+    monkeypatch.setattr(install_module, "_check_layers", lambda engine, extra: None)
+    spec = {"start_layer": 2}  # an owner's route must be known in its pass: leave layer 0 to its gate altogether
+    with pytest.raises(ContractError, match="experts of the route were not computed"):
+        check_nothing_is_dropped_or_staged_where_nothing_is_predicted(
+            qwen, layer={**world.SLOTS, "on_missing": "zero"}, spec=spec
+        )
+
+
+# ---------------------------------------------------------------- 5: off
+
+
+def check_off_is_the_plain_engine(model, layer):
+    streamed = ENGINES(model, layer=layer)
+    world.tokens(streamed, PROMPT, 6)  # the cache is warm, and its content the same from here on
+    start = streamed.store.reads
+    want = world.tokens(streamed, PROMPT, 6)
+    reads = streamed.store.reads - start
+    with installed(model, layer=layer, mode="off") as (streamed, prerouter):
+        before = layer and fills(streamed)
+        world.same(world.tokens(streamed, PROMPT, 6), want)
+        assert streamed.store.reads == start + 2 * reads
+        assert before == (layer and fills(streamed))
+        assert not prerouter.stager.predictions and not prerouter.stager.logits
+
+
+@pytest.mark.parametrize("layer", [None, world.SLOTS, world.IN_PLACE])
+def test_off_is_the_plain_engine_and_fills_nothing(qwen, ling, layer):
+    check_off_is_the_plain_engine(qwen, layer)
+    check_off_is_the_plain_engine(ling, layer)
+
+
+def test_5_off_that_still_fills_slots(qwen, monkeypatch):
+    for name in ("routed", "ended"):
+        method = getattr(PrerouterStager, name)
+
+        def busy(self, *, method=method, **told):
+            self.mode = "advise"
+            self.supply.consumers = ()
+            method(self, **told)
+            self.mode = "off"
+
+        monkeypatch.setattr(PrerouterStager, name, busy)
+    with pytest.raises(AssertionError):
+        check_off_is_the_plain_engine(qwen, world.SLOTS)
+
+
+# ---------------------------------------------------------------- 6: heads in one call
+
+
+def check_heads_in_one_call_are_the_heads_one_by_one(model, heads=None, dtype=mx.float16):
+    with installed(model, heads=heads, dtype=dtype, layer=None, issue="async_boundary") as (streamed, prerouter):
+        got = world.tokens(streamed, PROMPT, 6)
+        want = oracle(model, prerouter, PROMPT, 6)
+        assert [token for token, _ in got] == [token for token, _ in want]
+        for (_, left), (_, right) in zip(got, want, strict=True):
+            # Sums of 64 products in another order: 1e-6 in the logits of heads, once more through three layers.
+            np.testing.assert_allclose(left, right, atol=1e-4)
+
+
+class OtherHead(PrerouterHead):
+    """Another class, of another width and type."""
+
+
+def mixed(model):
+    """Heads that are no bank."""
+    streamed = ENGINES(model)
+    bank = world.heads_for(streamed, world.spec_for(streamed))
+    H, E = streamed.loaded.geometry.hidden, streamed.loaded.geometry.experts
+    rng = np.random.default_rng(5)
+
+    def draw(*shape):
+        return mx.array((rng.normal(size=shape) / 4).astype(np.float32))
+
+    other = OtherHead(draw(8, H + 2 * E), draw(E, 8), draw(E, H + 2 * E))
+    return {owner: bank.head(owner) for owner in bank.owners} | {bank.owners[-1]: other}
+
+
+class Each(dict):
+    """A mapping that the oracle reads like a bank."""
+
+    def head(self, owner):
+        return self[owner]
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_heads_in_one_call_are_the_heads_one_by_one(qwen, ling, dtype):
+    check_heads_in_one_call_are_the_heads_one_by_one(qwen, dtype=dtype)
+    check_heads_in_one_call_are_the_heads_one_by_one(ling, dtype=dtype)
+
+
+def test_6_heads_of_two_classes(qwen, monkeypatch):
+    heads = Each(mixed(qwen))
+    with pytest.raises(ContractError, match="differ and cannot be run together"):
+        HeadBank(heads)
+    check_heads_in_one_call_are_the_heads_one_by_one(qwen, heads=heads)
+    ask = calls_module.HeadCalls.ask
+
+    def first_head(self, owners, features, choose):
+        self.names = dict.fromkeys(self.names, min(self.names.values()))
+        return ask(self, owners, features, choose)
+
+    monkeypatch.setattr(calls_module.HeadCalls, "ask", first_head)
+    with pytest.raises(AssertionError):
+        check_heads_in_one_call_are_the_heads_one_by_one(qwen, heads=heads)
+
+
+# ---------------------------------------------------------------- 7: which layer, which token
+
+
+def check_owner_and_consumer(model):
+    """Head N names experts that only it can name; they are executed in layer N+1, at the next token."""
+    with installed(model, seed=3) as (streamed, prerouter):
+        seen = {}
+
+        class Ear:
+            def routed(self, *, step, layer, ids, x, now):
+                seen[step, layer] = tuple(ids.reshape(-1, ids.shape[-1])[-1].tolist())
+
+            def ended(self, *, step):
+                logits[step] = dict(prerouter.stager.logits)
+
+        logits = {}
+        streamed.forward.listeners.append(ear := Ear())
+        world.tokens(streamed, PROMPT, 6)
+        streamed.forward.listeners.remove(ear)
+        steps = sorted(logits)
+        assert len(steps) == 7
+        for before, now in zip(steps, steps[1:], strict=False):
+            for owner in prerouter.wiring.owner_index:
+                row = np.array(logits[before][owner]).reshape(-1)
+                bias = prerouter.stager.parts[owner + 1].bias
+                masked = streamed.loaded.family.selection(row, None if bias is None else np.array(bias))[0]
+                assert set(seen[now, owner + 1]) == set(np.argsort(-masked)[:4].tolist())
+        assert len(set(seen.values())) > len(seen) // 2  # routes differ by layer and token: a shift would show
+
+
+def test_a_head_feeds_the_next_layer_at_the_next_token(qwen, ling):
+    check_owner_and_consumer(qwen)
+    check_owner_and_consumer(ling)
+
+
+@pytest.mark.parametrize("bug", ["layer", "token"])
+def test_7_off_by_one(qwen, monkeypatch, bug):
+    if bug == "layer":
+        store = CrossTokenStager._store
+
+        def shifted(self, consumer, prediction):
+            consumers = self.wiring.consumer_index
+            store(self, consumers[(consumers.index(consumer) + 1) % len(consumers)], prediction)
+
+        monkeypatch.setattr(CrossTokenStager, "_store", shifted)
+    else:  # consumed in the pass that made it
+
+        def early(self, consumer, prediction):
+            self.predictions[consumer] = self._next[consumer] = prediction
+
+        monkeypatch.setattr(CrossTokenStager, "_store", early)
+        answer = PrerouterStager.routed
+
+        def at_once(self, **told):
+            answer(self, **told)
+            self._answer(told["now"], after=told["layer"])
+
+        monkeypatch.setattr(PrerouterStager, "routed", at_once)
+    with pytest.raises(AssertionError):
+        check_owner_and_consumer(qwen)
+
+
+# ---------------------------------------------------------------- 8: more ids than slots
+
+
+def check_slots_are_kept_by_score(model):
+    with installed(model, mode="advise", extra=4) as (streamed, prerouter):
+        world.tokens(streamed, PROMPT, 3)
+        streamed.reset()
+        cache = streamed.loaded.make_cache()
+        streamed.run(mx.array([PROMPT[:-1]]), cache, PREFILLED)
+        for layer in prerouter.wiring.consumer_index:
+            prediction = prerouter.stager.predictions[layer]
+            assert len(prediction.extra) == 4 and prediction.scores == sorted(prediction.scores, reverse=True)
+            assert streamed.switches[layer].staged.ids == prediction.ids
+
+
+def test_more_candidates_than_slots_are_kept_by_score(qwen, ling):
+    check_slots_are_kept_by_score(qwen)
+    check_slots_are_kept_by_score(ling)
+
+
+def test_8_candidates_cut_by_number(qwen, monkeypatch):
+    monkeypatch.setattr(StagedSlots, "_fitting", lambda self, ids, weights: tuple(sorted(ids)[: self.options.staged_n]))
+    with pytest.raises(AssertionError):
+        check_slots_are_kept_by_score(qwen)
+
+
+# ---------------------------------------------------------------- the state itself
+
+
+def test_logits_of_two_passes_are_kept(qwen):
+    with installed(qwen) as (streamed, prerouter):
+        world.tokens(streamed, PROMPT, 2)
+        stager = prerouter.stager
+        last = {owner: np.array(value) for owner, value in stager.logits.items()}
+        assert sorted(last) == list(prerouter.wiring.owner_index) == sorted(stager.logits_before)
+        assert all(np.array(stager.logits_before[owner]).tolist() != last[owner].tolist() for owner in last)
+
+
+def test_a_pass_that_was_aborted_leaves_nothing(qwen):
+    with installed(qwen) as (streamed, prerouter):
+        want = world.tokens(streamed, PROMPT, 4)
+        streamed.reset()
+        cache = streamed.loaded.make_cache()
+        streamed.run(mx.array([PROMPT[:-1]]), cache, PREFILLED)
+        streamed.forward.begin(DECODED)
+        streamed.loaded.model(mx.array([[5]]), cache=streamed.loaded.make_cache())
+        streamed.forward.abort()
+        logits = streamed.run(mx.array([PROMPT[-1:]]), cache, DECODED)[0, -1]
+        np.testing.assert_array_equal(np.array(logits - mx.logsumexp(logits, keepdims=True)), want[0][1])
+
+
+def test_chunks_of_a_prompt_are_one_prompt(qwen):
+    """A last chunk of one token has its previous token in the chunk before."""
+    for size in (1, 2, 3):
+        with installed(qwen) as (streamed, prerouter):
+            got = world.tokens(streamed, PROMPT, 1, prefill_step_size=size)
+            with world.Plain(qwen, prerouter.heads, prerouter.spec) as plain:
+                cache = plain.loaded.make_cache()
+                for begin in range(0, len(PROMPT) - 1, size):
+                    plain.run(PROMPT[begin : min(begin + size, len(PROMPT) - 1)], cache, False)
+                logits = plain.run(PROMPT[-1:], cache, True)
+            np.testing.assert_array_equal(got[0][1], np.array(logits - mx.logsumexp(logits, keepdims=True))[0])
+
+
+def test_several_tokens_or_sequences_a_pass_are_refused(qwen):
+    with installed(qwen) as (streamed, prerouter):
+        with pytest.raises(ContractError, match="one sequence at a time"):
+            streamed.run(mx.array([[1, 2], [3, 4]]), streamed.loaded.make_cache(), PREFILLED)
+        with pytest.raises(ContractError, match="one token a decoded pass"):
+            streamed.run(mx.array([[1, 2]]), streamed.loaded.make_cache(), DECODED)
