@@ -209,7 +209,7 @@ def _sort(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[dict[int, dict[
     trunk = arrays.get(TRUNK)
     known = PARTS["full" if trunk is None else "shared"]
     tensors: dict[int, dict[str, np.ndarray]] = {}
-    for name, value in arrays.items():
+    for name, value in sorted(arrays.items()):  # safetensors returns them in no order
         if name == TRUNK:
             continue
         words = name.split(".")
