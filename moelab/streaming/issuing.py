@@ -101,22 +101,25 @@ class Issuer:
             self._step += 1
             self.prefetcher.begin_step()
         if self.issue == "in_forward":
-            self._ask(layer, layer, now)
+            self._ask([layer], layer, now)
 
     def ended(self, *, step: int) -> None:
         if self.issue == "in_forward" or self._step < 0:
             return
-        for layer in range(self.layers):
-            self._ask(layer, self.layers - 1, self.memory.clock())
+        self._ask(range(self.layers), self.layers - 1, self.memory.clock())
         if self.issue == "step_boundary":
             self.memory.drain()
 
-    def _ask(self, layer: int, last: int, now: float) -> None:
-        """Ask for `layer` when the visit of layer `last` has begun; a candidate's visit is the next of its layer."""
+    def _ask(self, layers: Sequence[int], last: int, now: float) -> None:
+        """Ask for `layers` when the visit of layer `last` has begun; a candidate's visit is the next of its layer.
+
+        All answers are queued at once: what one layer's prediction protects, another's read must not evict.
+        """
 
         def due(target: int) -> float:
             wait = self._known[target] - self._known[last] + self._known[-1] * (self.passes_ahead + (target <= last))
             return now + wait + self._patience
 
-        if candidates := self.predictor(self._step, layer):
+        candidates = [one for layer in layers for one in self.predictor(self._step, layer) or ()]
+        if candidates:
             self.memory.predict(self.prefetcher, candidates, due=due, passes_ahead=self.passes_ahead)

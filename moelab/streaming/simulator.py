@@ -188,8 +188,7 @@ class _Run:
         self._release()
         waited = 0.0
         if self.predictor is not None and self.issue != "in_forward":
-            for layer in range(self.layers):
-                self._predict(step, layer, (step + 1) * self.layers - 1, self.pass_end[step])
+            self._predict(step, range(self.layers), (step + 1) * self.layers - 1, self.pass_end[step])
             if self.issue == "step_boundary":
                 began = memory.now
                 waited = memory.drain() - began
@@ -212,7 +211,7 @@ class _Run:
             hits, timely, late = hits + found, timely + memory.timely, late + memory.late
             if not number and self.predictor is not None and self.issue == "in_forward":
                 visit = step * self.layers + layer
-                self._predict(step, layer, visit, self.known[visit])
+                self._predict(step, [layer], visit, self.known[visit])
             memory.advance(memory.now + each * found)
             if found < len(group):
                 idle = memory.now
@@ -231,10 +230,13 @@ class _Run:
         self.memory.release(self.held)
         self.held = []
 
-    def _predict(self, step: int, layer: int, visit: int, at: float) -> None:
-        """Ask the predictor and queue what it says; `visit` is the last one begun, `at` its compute-only time."""
+    def _predict(self, step: int, layers: Sequence[int], visit: int, at: float) -> None:
+        """Ask the predictor and queue what it says; `visit` is the last one begun, `at` its compute-only time.
+
+        All answers are queued at once: what one layer's prediction protects, another's read must not evict.
+        """
         memory = self.memory
-        memory.advance(memory.now + self.predict_s)
+        memory.advance(memory.now + self.predict_s * len(layers))
         ahead = self.tokens_ahead if self.issue == "in_forward" else 0
 
         def of(target: int) -> int:
@@ -245,6 +247,7 @@ class _Run:
 
         told = [
             candidate
+            for layer in layers
             for candidate in self.predictor(step, layer) or ()
             if (to := of(candidate[0])) < len(self.known) and self.passes.decoded[to // self.layers]
         ]
