@@ -9,7 +9,10 @@ range) in seconds.
     dense       every specialist on every token, then a choice
     batched     one batched matrix product a projection over as many (token, specialist) rows as
                 dispatch runs, gathered beforehand and split evenly: the least that any dispatch costs
-    route       selection and capacity alone
+    route       selection and capacity, timed inside the runs of `grouped`: by themselves, in a loop, they would be
+                warmer than dispatch ever finds them. `share` is the part of the same run that they take
+
+One token is another token every round, as in decode: its specialists' weights come from memory.
 """
 
 from __future__ import annotations
@@ -17,22 +20,38 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import count
 
 import torch
 from torch import Tensor, nn
 
 from moelab.policies.dispatch import SparseDispatcher
 
+ONE_TOKEN_BATCHES = 64
+
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one arm: `n` runs, their `median` and their interquartile range, `spread`."""
+    """Seconds of one arm (a ratio for `share`): `n` runs, their `median` and interquartile range, `spread`."""
 
     n: int
     median: float
     spread: float
+
+
+class Timed:
+    """A callable, and the `seconds` that its calls have taken together."""
+
+    def __init__(self, call: Callable):
+        self.call, self.seconds = call, 0.0
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        start = time.perf_counter()
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
 
 
 def make_mlp(hidden: int, intermediate: int) -> nn.Sequential:
@@ -60,41 +79,51 @@ def time_dispatch(
     hidden: int = 512,
     intermediate: int = 1024,
     rounds: int = 5,
-    arms: tuple[str, ...] = ("grouped", "loop", "dense", "batched", "route"),
+    arms: tuple[str, ...] = ("grouped", "loop", "dense", "batched"),
     seed: int = 0,
     dispatcher: SparseDispatcher | None = None,
 ) -> dict[str, Timing]:
     """Time dispatch of `tokens` tokens over `experts` specialists on random scores.
 
     One score in four is negative, one specialist in eight is unavailable; the default policies run
-    up to two specialists a token.
+    up to two specialists a token. With `grouped` come `route` and `share`.
     """
     generator = torch.Generator().manual_seed(seed)
     dispatcher = dispatcher or SparseDispatcher()
-    states = torch.randn(1, tokens, hidden, generator=generator)
-    scores = torch.rand(1, tokens, experts, generator=generator) - 0.25
+    batches = ONE_TOKEN_BATCHES if tokens == 1 else 1
+    states = torch.randn(batches, tokens, hidden, generator=generator)
+    scores = torch.rand(batches, tokens, experts, generator=generator) - 0.25
     availability = torch.arange(experts) % 8 != 7
     ids = tuple(f"specialist:{n}" for n in range(experts))
     anchor, bank = make_mlp(hidden, intermediate), [make_mlp(hidden, intermediate) for _ in ids]
 
-    def dispatch(part: slice) -> Tensor:
-        return dispatcher.dispatch(
-            states[:, part],
-            expert_scores=scores[:, part],
+    timed = Timed(dispatcher.selection), Timed(dispatcher.capacity)
+    observed = replace(dispatcher, selection=timed[0], capacity=timed[1])
+    turn, inside, shares = count(), [], []
+
+    def grouped() -> None:
+        batch, before = next(turn) % batches, sum(part.seconds for part in timed)
+        start = time.perf_counter()
+        dispatch(observed, slice(batch, batch + 1), slice(None))
+        took = time.perf_counter() - start
+        inside.append(sum(part.seconds for part in timed) - before)
+        shares.append(inside[-1] / took)
+
+    def dispatch(by: SparseDispatcher, batch: slice, part: slice) -> Tensor:
+        return by.dispatch(
+            states[batch, part],
+            expert_scores=scores[batch, part],
             expert_ids=ids,
             anchor_mlp=anchor,
             experts=bank,
             expert_availability=availability,
         ).output
 
-    def route() -> Tensor:
-        decision = dispatcher.selection(scores, expert_ids=ids)
-        return dispatcher.capacity(decision, expert_availability=availability).effective_routes.selected_indices
-
     def dense() -> Tensor:
-        return torch.stack([mlp(states) for mlp in (anchor, *bank)])
+        return torch.stack([mlp(states[:1]) for mlp in (anchor, *bank)])
 
-    rows = int((route() > 0).sum())
+    asked = dispatcher.selection(scores[:1], expert_ids=ids)
+    rows = int(dispatcher.capacity(asked, expert_availability=availability).effective_routes.slot_mask.sum())
     used = max(1, min(rows, int(availability.sum())))
     gathered = torch.randn(used, max(1, rows // used), hidden, generator=generator)
     (up, up_bias), (down, down_bias) = (
@@ -109,13 +138,15 @@ def time_dispatch(
         return torch.baddbmm(down_bias, nn.functional.silu(torch.baddbmm(up_bias, gathered, up)), down)
 
     every = {
-        "grouped": partial(dispatch, slice(None)),
-        "loop": lambda: [dispatch(slice(token, token + 1)) for token in range(tokens)],
+        "grouped": grouped,
+        "loop": lambda: [dispatch(dispatcher, slice(0, 1), slice(token, token + 1)) for token in range(tokens)],
         "dense": dense,
         "batched": batched,
-        "route": route,
     }
-    return time_arms({name: every[name] for name in arms}, rounds=rounds)
+    found = time_arms({name: every[name] for name in arms}, rounds=rounds)
+    if "grouped" in arms:  # the first run does not count
+        found |= {"route": _timing(inside[1:]), "share": _timing(shares[1:])}
+    return found
 
 
 def _timing(values: list[float]) -> Timing:

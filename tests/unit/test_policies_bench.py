@@ -15,5 +15,6 @@ def test_arms_take_turns_in_an_order_that_is_reversed():
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_every_arm_runs(tokens):
     timings = time_dispatch(experts=4, tokens=tokens, hidden=4, intermediate=8, rounds=2)
-    assert set(timings) == {"grouped", "loop", "dense", "batched", "route"}
+    assert set(timings) == {"grouped", "loop", "dense", "batched", "route", "share"}
+    assert 0 < timings["share"].median < 1 and timings["route"].median < timings["grouped"].median
     assert all(isinstance(timing, Timing) and timing.n == 2 and timing.median > 0 for timing in timings.values())
