@@ -37,7 +37,7 @@ from .split import assign
 from .vault import Vault
 
 RESULT = "routing.json"
-FIGURES_VERSION = 6
+FIGURES_VERSION = 7
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
 
@@ -61,6 +61,12 @@ class RoutingOptions(Options):
     system: str = param(
         "MER, Qwen3-Coder-30B", "system whose ratio of read to compute turns reads into time", choices=tuple(SYSTEMS)
     )
+    late_tokens: int = param(200, "tokens decoded live without late experts, about", min=32)
+    late_context: int = param(40, "tokens of a window of these, the prompt included", min=16)
+    late_prompt: int = param(8, "tokens of the prompt, computed exactly", min=2)
+    late_slots: int = param(16, "experts of a layer that are in time: staged slots, or slots of the cache", min=1)
+    late_timed: int = param(6, "tokens of each of four windows that are decoded for times", min=2)
+    late_ratio: float = param(1.0, "time of a token's reads over its compute, on the slowed store", min=0.01)
     bench_experts: list[int] = param([8], "specialists that dispatch is timed with", min=1)
     bench_tokens: list[int] = param([1, 64], "tokens that it is timed on", min=1)
     bench_hidden: int = param(128, "width of the model that it is timed for; the inner width is twice that", min=8)
@@ -72,7 +78,8 @@ class RoutingOptions(Options):
 
 
 def routing(options: RoutingOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
-    """Model → figures: `calibration`, `policies` (one row a policy and budget), `late`, `picture` and counts."""
+    """Model → figures: `calibration`, `policies` (one row a policy and budget), `late`, `picture`, counts, and of the
+    engine without late experts `live` and `live_times`."""
     found = stage.run(routing_model, options, {m: {} for m in options.models}, blas="auto", on_progress=on_progress)
     return {model: artifacts.read_json(artifact.file(RESULT)) for model, artifact in found.items()}
 
@@ -83,12 +90,18 @@ def routing_model(model: str, options: RoutingOptions) -> Path:
     threads, forgotten = living(sorted(read(artifacts.root() / options.threads), key=lambda t: t.uid), Vault())
 
     def make(folder: Path) -> dict[str, Any]:
+        from .late_experts import live
         from .routing_study import study
 
-        result = study(loaded, Corpus.of(loaded, threads, options), options)
+        corpus = Corpus.of(loaded, threads, options)
+        result = study(loaded, corpus, options)
+        content = artifacts.digest_json({name: value for name, value in result.items() if name != "seconds"})
+        result["live"], result["live_times"] = live(
+            loaded, corpus.validation, context=options.late_context, tokens=options.late_tokens,
+            prompt=options.late_prompt, slots=options.late_slots, timed=options.late_timed, ratio=options.late_ratio,
+        )  # fmt: skip
         artifacts.write_json(folder / RESULT, result)
-        timeless = {name: value for name, value in result.items() if name != "seconds"}
-        return {"content": artifacts.digest_json(timeless)}
+        return {"content": content}
 
     built = artifacts.build(
         "routing",

@@ -47,6 +47,20 @@ def found():
          "validation_owners"), 4,
     )  # fmt: skip
     picture = [{"policy": "native top-2", "token": 0, "expert": 3}, {"policy": "anchor only", "token": 0, "expert": -1}]
+    live = [
+        {"place": place, "mode": mode, "touched": estimate(0.9), "late": estimate(0.4), "loss": loss}
+        for place in ("staged", "cache")
+        for mode, loss in (("raise", None), ("exact", estimate(0.0)), ("zero", estimate(0.25, 0.02)))
+    ]  # fmt: skip
+    times = [
+        {"place": place, "mode": mode, "seconds": [t / 2, t, 2 * t], "exposed": [0.0, t / 4, t],
+         "nbytes": [1e3, 2e3, 3e3]}
+        for place, mode, t in (("staged", "exact", 0.03), ("staged", "zero", 0.02), ("cache", "exact", 0.04),
+                               ("cache", "zero", 0.01))
+    ]  # fmt: skip
+    refused = [{"place": "staged", "mode": "anchor", "problem": "no shared expert"}]
+    counts |= {"live": {"tokens": 10, "slots": 16, "rows": live, "refused": refused},
+               "live_times": {"n": 4, "rows": times}}  # fmt: skip
     return {"m": {**counts, "anchor": "shared", "native_loss": estimate(4.5), "calibration": calibration,
                   "policies": every, "late": late, "picture": picture}}  # fmt: skip
 
@@ -83,6 +97,19 @@ def test_late_is_judged_at_the_middle_cache_size(found):
     assert frame.loc["late: zero", "price"] == pytest.approx(0.01) and frame["price"].isna()["native top-2"]
     assert frame["waits"].sum() == 5 and frame["token time"].is_monotonic_increasing
     assert len(views.late_errors(found)) == 6
+
+
+def test_late_experts_live(found):
+    frame = views.late_live(found)
+    assert frame["late"].tolist() == ["exact", "zero"] * 2 and frame["value"].tolist() == [0.0, 0.25] * 2
+    times = views.late_times(found)
+    assert times["ms a token"].tolist() == [30, 20, 40, 10] and times["quartiles"].tolist()[0] == "15.0 to 60.0"
+    assert times["of it waiting, ms"].tolist()[0] == 7.5 and times["kB a token"].tolist()[0] == 2
+    assert views.late_sentences(found).splitlines() == [
+        "m: with 16 experts a layer in staged slots 90.0% of 10 tokens would raise; in nats a token doing without "
+        "costs zero +0.250 ± 0.020, and takes 20.0 ms for 30.0, on the cache 10.0 for 40.0.",
+        "m, anchor: refused, no shared expert.",
+    ]
 
 
 def test_the_picture_has_the_policies_asked_for(found):

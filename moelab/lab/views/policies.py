@@ -174,13 +174,66 @@ def late_errors(found: Figures) -> pd.DataFrame:
     )  # fmt: skip
 
 
+def late_live(found: Figures) -> pd.DataFrame:
+    """The engine without late experts: loss over the resident model's, a row a model, place of experts and way."""
+    return pd.DataFrame(
+        [
+            {
+                "model": m, "experts lie in": r["place"], "late": r["mode"], "tokens affected": r["touched"]["value"],
+                "experts late": r["late"]["value"], **_estimate(r["loss"]),
+            }
+            for m, f in found.items()
+            for r in f["live"]["rows"]
+            if r["loss"] is not None
+        ]
+    )  # fmt: skip
+
+
+def late_times(found: Figures) -> pd.DataFrame:
+    """What the same ways take on a slowed store: medians over windows, and the quartiles of a token's time."""
+    return pd.DataFrame(
+        [
+            {
+                "model": m, "experts lie in": r["place"], "late": r["mode"], "n": f["live_times"]["n"],
+                "ms a token": 1e3 * r["seconds"][1],
+                "quartiles": " to ".join(f"{1e3 * r['seconds'][q]:.1f}" for q in (0, 2)),
+                "of it waiting, ms": 1e3 * r["exposed"][1], "kB a token": r["nbytes"][1] / 1e3,
+            }
+            for m, f in found.items()
+            for r in f["live_times"]["rows"]
+        ]
+    )  # fmt: skip
+
+
+def late_sentences(found: Figures) -> str:
+    """What the two tables come to, a sentence a model."""
+    out = []
+    for m, f in found.items():
+        rows = [r for r in f["live"]["rows"] if r["place"] == "staged"]
+        times = {(r["place"], r["mode"]): 1e3 * r["seconds"][1] for r in f["live_times"]["rows"]}
+        raised = next(r for r in rows if r["mode"] == "raise")["touched"]
+        costs = ", ".join(
+            f"{r['mode']} {r['loss']['value']:+.3f} ± {r['loss']['se'] or 0:.3f}"
+            for r in rows
+            if r["mode"] not in ("exact", "raise")
+        )
+        out.append(
+            f"{m}: with {f['live']['slots']} experts a layer in staged slots {raised['value']:.1%} of {raised['n']} "
+            f"tokens would raise; in nats a token doing without costs {costs}, and takes {times['staged', 'zero']:.1f} "
+            f"ms for {times['staged', 'exact']:.1f}, on the cache {times['cache', 'zero']:.1f} for "
+            f"{times['cache', 'exact']:.1f}."
+        )
+        out += [f"{m}, {r['mode']}: refused, {r['problem']}." for r in f["live"]["refused"] if r["place"] == "staged"]
+    return "\n".join(out)
+
+
 def dispatch_speed(
     experts: list[int], tokens: list[int], *, hidden: int, rounds: int, arms: tuple[str, ...] | None = None
 ) -> pd.DataFrame:
     """Dispatch timed here and now, arms in turns: medians in milliseconds, spread, and ratios of the medians."""
     from ...policies.bench import time_dispatch
 
-    arms = arms or ("grouped", "loop", "batched", "route")
+    arms = arms or ("grouped", "loop", "batched")
     out = []
     for n in experts:
         for t in tokens:
@@ -188,11 +241,11 @@ def dispatch_speed(
             out.append(
                 {
                     "specialists": n, "tokens": t, "n": found["grouped"].n,
-                    **{f"{name} ms": timing.median * 1e3 for name, timing in found.items()},
+                    **{f"{name} ms": timing.median * 1e3 for name, timing in found.items() if name != "share"},
                     "grouped spread ms": found["grouped"].spread * 1e3,
                     "loop / grouped": found["loop"].median / found["grouped"].median,
                     "grouped / batched": found["grouped"].median / found["batched"].median,
-                    "route / grouped": found["route"].median / found["grouped"].median,
+                    "route, share of grouped": found["share"].median,
                 }
             )  # fmt: skip
     return pd.DataFrame(out)
