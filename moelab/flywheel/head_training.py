@@ -5,7 +5,11 @@ judgement as the near-term predictor. Every control that needs no training is ju
 and the same layers, those of a shorter lead too: a head has to beat the previous token and its co-occurrence table
 although these already know the consumer's own last route.
 
-The probability that an expert is used is calibrated on the temporal holdout, which is neither trained nor judged on.
+Two things are fitted on the temporal holdout, which is neither trained nor judged on. A scale a layer is folded into
+the heads, so that the model's own arithmetic on their logits gives weights as near to the native ones as it can: what
+is learnt are log-odds of being chosen, far steeper than a router's logits, and weights made of those are worse than
+equal ones. (No ranking changes.) And the probability that an expert is used is calibrated, and kept beside the heads.
+The selection bias of a router has no place in it: the logits are of the choice, bias included.
 
     python -m moelab.flywheel.head_training reference     trains the committed heads of the reference models again
 
@@ -17,7 +21,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,90 +31,26 @@ from .. import artifacts, models
 from ..artifacts import Artifact
 from ..errors import ContractError, GateRefusedError
 from ..params import Options
-from ..prerouter import HeadIdentity, Tier, TorchHeads, read_heads, scaled, write_heads
+from ..prerouter import HeadIdentity, TorchHeads, read_heads, write_heads
 from ..routes import Routes
 from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
 from .calibrate import calibrate
-from .controls import Control, DecayedHistory, Popularity, PreviousToken, Random
-from .cooccurrence import CoOccurrence
 from .engine import opened
 from .estimates import Estimate, paired_difference
 from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import regenerate
 from .head_examples import HORIZON, HeadRows, consumers, head_rows, on_layers
+from .head_recipe import HeadRecipe, head_controls, recalled, tier_of, weight_scale
 from .observations import Records
 from .snapshot import Dataset
-from .train import Recipe, fit
+from .train import Examples, Recipe, fit
 from .training import labels_status
 
 TABLE, RANKS, HISTORY = "table.json", "ranks.safetensors", "history.json"
 FILES = {"full": "prerouter.safetensors", "shared": "prerouter_shared.safetensors"}
 CALIBRATED_ON = "temporal"
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadRecipe:
-    """Widths of both forms (`hidden` D, `rank` R) and how each is trained; see `train.Recipe`."""
-
-    hidden: int = 512
-    rank: int = 192
-    epochs: int = 8
-    batch: int = 256
-    learning_rate: float = 3e-3
-    weight_decay: float = 1.0
-    shared_epochs: int = 12
-    shared_batch: int = 128
-    shared_learning_rate: float = 1e-2
-    shared_weight_decay: float = 0.5
-    over: float = 0.05
-    calibration: float = 1.0
-    overfit_tokens: int = 128
-    overfit_epochs: int = 150
-    overfit_recall: float = 0.99
-
-    def of(self, form: str, seed: int) -> Recipe:
-        shared = form == "shared"
-        return Recipe(
-            epochs=self.shared_epochs if shared else self.epochs,
-            batch=self.shared_batch if shared else self.batch,
-            learning_rate=self.shared_learning_rate if shared else self.learning_rate,
-            weight_decay=self.shared_weight_decay if shared else self.weight_decay,
-            over=self.over,
-            calibration=self.calibration,
-            seed=seed,
-        )
-
-
-def head_controls(seed: int) -> list[Control]:
-    """What heads are held against: everything of their horizon, and of a token's lead, which knows more."""
-    return [
-        Random(seed=seed),
-        Popularity(),
-        PreviousToken(),
-        DecayedHistory(),
-        CoOccurrence(tokens_back=1),
-        CoOccurrence(tokens_back=1, layers_back=1),
-    ]
-
-
-def tier_of(loaded: models.LoadedModel, hidden: int) -> Tier:
-    """The tier of a model that has none of its own."""
-    shape, family = loaded.geometry, loaded.family
-    return scaled(
-        loaded.name,
-        kind=family.kind,
-        layer_ids=shape.layer_ids,
-        experts=shape.experts,
-        top_k=shape.top_k,
-        width=shape.hidden,
-        hidden=hidden,
-        model_type=loaded.config["model_type"],
-        groups=family.groups,
-        kept_groups=family.kept_groups,
-        scale=family.scale,
-    )
 
 
 def train_heads(
@@ -213,6 +153,8 @@ class _Study:
         few = self.rows["calibration"].examples(self.dataset.routes, self.wiring)
         if len(few) == 0:
             raise ContractError("no rows to calibrate on", field=CALIBRATED_ON, got=0, expected=">= 1")
+        weights = self.dataset.routes.weights[self.rows["calibration"].target][:, self.wiring.consumer_index]
+        heads.fold(weight_scale(self.loaded.family, heads.scores(few.features), few.ids, weights))
         scale, offset = calibrate(heads.scores(few.features), few.ids, candidates=2 * identity.top_k)
         pairs = tuple((float(a), float(b)) for a, b in zip(scale, offset, strict=True))
         write_heads(self.folder / FILES[form], replace(identity, confidence=pairs), *heads.tensors())
@@ -223,7 +165,14 @@ class _Study:
             "examples_per_second": len(rows) * len(losses) / seconds,
             "parameters": parameters,
             "overfit_recall": by_heart,
+            "weight_error": self._weight_error(heads, few, weights),
         }
+
+    def _weight_error(self, heads: TorchHeads, rows: Examples, weights: np.ndarray) -> dict[str, float]:
+        """Mean absolute difference of a weight on native ids: of the heads' own, and of equal ones."""
+        own = self.loaded.family.weights(heads.scores(rows.features), rows.ids)
+        equal = weights.mean(-1, keepdims=True)
+        return {"heads": float(np.abs(own - weights).mean()), "equal": float(np.abs(equal - weights).mean())}
 
     def _learn_by_heart(self, identity: HeadIdentity, rows, recipe: Recipe) -> float:
         """Recall at 1 × K on a few training tokens after training on them alone. Heads this small learn few.
@@ -274,13 +223,6 @@ class _Study:
             miss_recall=self.judged_as.miss_recall,
             probabilities=probabilities,
         )
-
-
-def recalled(scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """`bool[T, n, K]`: whether each used expert is among the first K by score."""
-    from .metrics import ranks
-
-    return ranks(scores, ids) < ids.shape[-1]
 
 
 def compared(judged: list[Judged], held: HeldOut, top_k: int) -> list[dict[str, Any]]:

@@ -112,6 +112,22 @@ class TorchHeads(nn.Module):
             raise RecordError("prediction is not finite", field="features", expected="finite numbers")
         return out
 
+    @torch.no_grad()
+    def fold(self, scale: np.ndarray) -> None:
+        """Multiply the logits of head i by `scale[i] > 0`, in the weights. No ranking changes.
+
+        Raises:
+            GeometryError: not one positive number a head.
+        """
+        if scale.shape != (len(self.identity.owners),) or not (scale > 0).all():
+            raise GeometryError("not one positive scale a head", field="scale", got=scale, expected="> 0")
+        factor = torch.from_numpy(np.asarray(scale, np.float32)).to(self.fc2.device)[:, None, None]
+        self.fc2 *= factor
+        if self.identity.form == "full":
+            D = self.identity.hidden
+            self.map[:, D:] *= factor
+            self.columns[..., D:] *= factor
+
     def tensors(self, dtype: Any = np.float16) -> tuple[dict[int, dict[str, np.ndarray]], np.ndarray | None]:
         """What `files.write_heads` takes: tensors of each owner, and the trunk of the shared form."""
         whole = {name: p.detach().cpu().numpy().astype(dtype) for name, p in self.named_parameters()}

@@ -13,7 +13,8 @@ from moelab.flywheel.batches import BatchShape
 from moelab.flywheel.evaluation import read_ranks
 from moelab.flywheel.examples import regenerate
 from moelab.flywheel.head_examples import HORIZON, consumers, head_rows, on_layers
-from moelab.flywheel.head_training import FILES, HISTORY, RANKS, TABLE, HeadRecipe, heads_model, tier_of
+from moelab.flywheel.head_recipe import HeadRecipe, tier_of
+from moelab.flywheel.head_training import FILES, HISTORY, RANKS, TABLE, heads_model
 from moelab.prerouter import PrerouterSpec, load_heads, read_heads
 from moelab.prerouter.torch_form import NONE
 
@@ -138,6 +139,7 @@ def test_a_run_writes_heads_that_load_and_figures_beside_the_controls(world, bef
     arrays, header = read_ranks(built.file(RANKS))
     assert header["layers"][f"prerouter, full | {HORIZON}"] == list(tier.wiring.consumer_index)
     history = artifacts.read_json(built.file(HISTORY))
+    assert all(h["weight_error"]["heads"] <= 1.05 * h["weight_error"]["equal"] for h in history.values())
     assert all(len(h["loss"]) == 2 and h["overfit_recall"] >= 0.9 for h in history.values())
     # again in another folder: the same heads to the byte
     again = fresh / "again"
@@ -146,6 +148,18 @@ def test_a_run_writes_heads_that_load_and_figures_beside_the_controls(world, bef
     with world.entered(again):
         same = artifacts.open_artifact(heads_model(world.model, judged_as, before, judged_as, RECIPE))
         assert same.content == built.content
+
+
+def test_the_scale_of_logits_is_the_one_that_gives_the_native_weights():
+    from moelab.flywheel.head_recipe import SCALES, weight_scale
+    from moelab.models.families import RoutingFamily
+
+    rng = np.random.default_rng(0)
+    family = RoutingFamily(top_k=3, normalise=True)
+    logits = rng.normal(size=(50, 2, 12)).astype(np.float32)
+    ids, weights, _ = family.select(logits)
+    steep = logits / np.array([SCALES[3], SCALES[7]], np.float32)[:, None]
+    assert weight_scale(family, steep, ids, weights) == pytest.approx([SCALES[3], SCALES[7]])
 
 
 def test_labels_that_are_not_exact_are_refused(world, before, fresh, judged_as, monkeypatch):

@@ -72,6 +72,17 @@ def test_exported_heads_reload_to_the_logits_of_what_was_written(identity, tmp_p
 
 
 @both
+def test_a_scale_is_folded_into_the_weights(identity):
+    heads, features = shaken(identity), told(*rows())
+    before, scale = heads.scores(features), np.array([1.0, 0.5, 0.25, 2.0])  # powers of two round nothing
+    heads.fold(scale)
+    assert (heads.scores(features) == before * scale[:, None].astype(np.float32)).all()
+    for wrong in (np.ones(3), np.array([1, 1, 0, 1.0])):
+        with pytest.raises(GeometryError):
+            heads.fold(wrong)
+
+
+@both
 def test_every_parameter_is_trained(identity):
     heads = shaken(identity)
     heads(torch.from_numpy(told(*rows()))).square().sum().backward()
