@@ -16,11 +16,14 @@ Where experts lie decides which are late; both have the same number of slots a l
     anchor    the shared expert stands in at the late expert's weight: the same, and `lost` times the anchor's output.
               Refused on a family without a shared expert
 
-What is late is read for the next token all the same: doing without saves waiting, and hardly any bytes. Windows of
-validation owners are decoded along their own text; their first tokens are a prompt, computed exactly. All layers do
-without at once, where `routing_study` changes one. Loss is paired with the resident model's, to which the exact path
-is equal, and every read has landed before the next token: what is late is then a property of the text. Times come from
-a few windows more, on a store slowed to a named ratio of read to compute, arms in turns.
+What is late is read for the next token all the same: doing without saves waiting more than bytes. (It does save some.
+Staged slots keep what has left the set until they are needed, so the next set finds there what the exact path reads
+again; and a read that the cache has no room for is withdrawn.)
+
+Windows of validation owners are decoded along their own text; their first tokens are a prompt, computed exactly. All
+layers do without at once, where `routing_study` changes one. Loss is paired with the resident model's, to which the
+exact path is equal, and every read has landed before the next token: what is late is then a property of the text.
+Times come from a few windows more, on a store slowed to a named ratio of read to compute, arms in turns.
 """
 
 from __future__ import annotations
