@@ -40,6 +40,9 @@ RESULT = "routing.json"
 FIGURES_VERSION = 7
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
+LATE_PROMPT = 8
+"""Tokens of a window that are computed exactly before late experts are done without."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingOptions(Options):
@@ -63,7 +66,6 @@ class RoutingOptions(Options):
     )
     late_tokens: int = param(200, "tokens decoded live without late experts, about", min=32)
     late_context: int = param(40, "tokens of a window of these, the prompt included", min=16)
-    late_prompt: int = param(8, "tokens of the prompt, computed exactly", min=2)
     late_slots: int = param(16, "experts of a layer that are in time: staged slots, or slots of the cache", min=1)
     late_timed: int = param(6, "tokens of each of four windows that are decoded for times", min=2)
     late_ratio: float = param(1.0, "time of a token's reads over its compute, on the slowed store", min=0.01)
@@ -98,7 +100,7 @@ def routing_model(model: str, options: RoutingOptions) -> Path:
         content = artifacts.digest_json({name: value for name, value in result.items() if name != "seconds"})
         result["live"], result["live_times"] = live(
             loaded, corpus.validation, context=options.late_context, tokens=options.late_tokens,
-            prompt=options.late_prompt, slots=options.late_slots, timed=options.late_timed, ratio=options.late_ratio,
+            prompt=LATE_PROMPT, slots=options.late_slots, timed=options.late_timed, ratio=options.late_ratio,
         )  # fmt: skip
         artifacts.write_json(folder / RESULT, result)
         return {"content": content}
