@@ -31,3 +31,20 @@ def test_figures_quoted_are_those_of_the_run():
             assert f"+{gain:.3f} ± {error:.3f}".replace("0.", ".") in readme
         if verdict["gate"] == 1:
             assert f"{verdict['n']['rows']:,}" in readme
+
+
+def test_peers_quoted_are_those_of_the_run():
+    run = json.loads((ROOT / "reports" / "committed" / "peers.json").read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert run["date"] in readme and f"*{run['outcome']['status']}*" in readme
+    quoted = re.findall(
+        r"^\| ([^|]+) \| ([\d.]+) ± ([\d.]+) \| ([\d,]+) \| ([\d.]+) \| ([\d,]+) \|$", readme, flags=re.M
+    )
+    assert len(quoted) == 6
+    rows = [
+        (f"{r['seconds_per_token']:.2f}", f"{r['seconds_spread']:.2f}", f"{r['bytes_per_token'] / 1e6:,.0f}",
+         f"{r['amplification']:.2f}", f"{r['peak_rss'] / 1e6:,.0f}")
+        for r in run["outcome"]["rows"] if r["seconds_per_token"]
+    ]  # fmt: skip
+    for _, *figures in quoted:
+        assert tuple(figures) in rows

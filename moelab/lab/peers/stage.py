@@ -207,6 +207,7 @@ def write(path: str | Path, comparison: Comparison) -> None:
     write_json(path, record(comparison))
 
 
-def committed() -> dict[str, Any]:
-    """The figures of the run that is committed with the repository."""
-    return read_json(artifacts.root() / "reports" / "committed" / "peers.json")
+def committed() -> tuple[dict[str, Any], Outcome]:
+    """The run that is committed with the repository: all of its record, and its outcome."""
+    found = read_json(artifacts.root() / "reports" / "committed" / "peers.json")
+    return found, msgspec.convert(found["outcome"], Outcome, strict=True)
