@@ -83,12 +83,16 @@ class SlotFill:
 
 
 class CacheFill:
-    """Predicted experts into the cache, as tickets of a prefetcher."""
+    """Predicted experts into the cache, as tickets of a prefetcher.
 
-    def __init__(self, engine: StreamingEngine, clock: Clock, prefetcher: Prefetcher | None):
+    It protects what it names before the first read begins: or that read could take the slot of a resident which the
+    same prediction names.
+    """
+
+    def __init__(self, engine: StreamingEngine, clock: Clock, prefetcher: Prefetcher | None, *, protect: bool = True):
         self.engine, self.clock = engine, clock
         self.prefetcher = prefetcher or Prefetcher(
-            engine.cache, engine.scheduler, byte_budget=1 << 62, owner="prerouter", protect=False,
+            engine.cache, engine.scheduler, byte_budget=1 << 62, owner="prerouter", protect=protect,
             nbytes=[engine.store.nbytes(layer) for layer in range(engine.store.layers)],
         )  # fmt: skip
         engine.memory.observers.append(self.prefetcher.observe)
@@ -116,10 +120,12 @@ class CacheFill:
         return self.prefetcher.close()
 
 
-def fill_of(engine: StreamingEngine, clock: Clock, prefetcher: Prefetcher | None) -> SlotFill | CacheFill:
+def fill_of(
+    engine: StreamingEngine, clock: Clock, prefetcher: Prefetcher | None, *, protect: bool
+) -> SlotFill | CacheFill:
     """Slots where the layers have them. Raises ParameterError: a prefetcher that nothing would ask."""
     if not _has_slots(engine):
-        return CacheFill(engine, clock, prefetcher)
+        return CacheFill(engine, clock, prefetcher, protect=protect)
     if prefetcher is not None:
         raise ParameterError(
             "predictions go to the staged slots", field="prefetcher", got="a prefetcher", expected="None with staged"

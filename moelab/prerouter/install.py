@@ -108,7 +108,7 @@ class Prerouter:
         self.stager.reset()
         self.fill.forget()
         for layer in self.wiring.consumer_index:
-            self.stager._protect(layer, ())
+            self.stager.unprotect(layer)
 
     def __enter__(self) -> Self:
         return self
@@ -184,7 +184,7 @@ def install_prerouter(
     _check_layers(engine, extra)
     parts = [BlockParts(block) for block in loaded.blocks]
     issue = issue_of(engine, issue)
-    fill = fill_of(engine, Clock(len(parts), compute_s, patience), prefetcher)
+    fill = fill_of(engine, Clock(len(parts), compute_s, patience), prefetcher, protect=protect)
     stager = STAGERS[spec.kind](
         engine, wiring, heads, parts, fill, mode=mode, issue=issue, threshold=threshold, calibration=calibration,
         teacher=spec.feature_topk == "teacher", extra=extra, protect=protect,

@@ -258,6 +258,11 @@ class PrerouterStager:
             self.engine.memory.expect(layer, ids, instead_of=self._expected.get(layer, ()))
             self._expected[layer] = ids
 
+    def unprotect(self, layer: int) -> None:
+        """No expert of the layer is predicted any more."""
+        self._protect(layer, ())
+        self.engine.memory.expect(layer, (), instead_of=range(self.engine.store.experts))
+
     def _dropped_now(self) -> dict[int, int]:
         """Layer → pairs that it dropped since the last call."""
         staged = [getattr(switch, "staged", None) for switch in self.engine.switches]

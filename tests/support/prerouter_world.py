@@ -52,6 +52,17 @@ def engine(model, *, layer=None, cycles=2.0, **options) -> StreamingEngine:
     )
 
 
+class Each(dict):
+    """Heads that are asked one by one, wherever they are asked: every issue point then gives the same bits."""
+
+    def head(self, owner):
+        return self[owner]
+
+
+def each(bank) -> Each:
+    return Each({owner: bank.head(owner) for owner in bank.owners})
+
+
 class Engines:
     """Engines that many tests share: loading one takes longer than what is done with it."""
 
@@ -83,7 +94,11 @@ def heads_for(streamed, spec, **options) -> HeadBank:
     return heads(wiring, experts=loaded.geometry.experts, width=loaded.geometry.hidden, **options)
 
 
-def tokens(streamed, prompt, count, **kwargs) -> list[tuple[int, np.ndarray]]:
+def tokens(streamed, prompt, count, *, along=None, **kwargs) -> list[tuple[int, np.ndarray]]:
+    """Greedy, or along given tokens; with log-probabilities either way."""
+    if along is not None:
+        given = iter(along)
+        kwargs["sampler"] = lambda logprobs: mx.array([next(given)])
     steps = streamed.stream_tokens(prompt, max_tokens=count, **kwargs)
     return [(token, np.array(logprobs)) for token, logprobs in steps]
 
@@ -115,6 +130,7 @@ class Plain:
         owners = spec.wiring(self.loaded.geometry.layer_ids, len(self.loaded.model.layers)).owners
         self.blocks = {block.layer_id: block for block in self.loaded.blocks}
         self.owners, self.routes, self.executed = owners, {}, {}
+        self.teacher = spec.feature_topk == "teacher"
 
     def __enter__(self):
         oracle = self
@@ -133,14 +149,15 @@ class Plain:
         for layer_id, block in self.blocks.items():
             block.switch_owner.__class__ = self.classes[layer_id]
 
-    def turn(self, layer_id, module, x, native):
+    def turn(self, layer_id, module, x, original):
         block = self.blocks[layer_id]
         matrix = block.matrix
         gate = matrix(x) if callable(matrix) and "weight" in matrix and matrix is not block.gate else None
         if gate is None:
             gate = x @ matrix["weight"].T
         bias = None if block.bias_owner is None else getattr(block.bias_owner, block.bias_name)
-        ids, out = select(self.family, gate, bias).ids, None
+        native = ids = select(self.family, gate, bias).ids
+        out = None
         if self.decoding and (route := self.routes.get(layer_id)) is not None:
             logits, chosen, sure = route
             if self.mode != "gated" or sure >= self.threshold:
@@ -154,8 +171,8 @@ class Plain:
                     out = out + module.shared_experts(x)
                 if getattr(module, "shared_expert", None) is not None:
                     out = out + mx.sigmoid(module.shared_expert_gate(x)) * module.shared_expert(x)
-        self.seen[layer_id] = (x, ids)
-        return native(module, x) if out is None else out
+        self.seen[layer_id] = (x, native if self.teacher else ids)
+        return original(module, x) if out is None else out
 
     def run(self, ids, cache, decoding):
         self.decoding, self.seen = decoding, {}
@@ -177,14 +194,14 @@ class Plain:
             self.routes[owner + 1] = out, (chosen.ids, chosen.weights), sure
         return logits
 
-    def tokens(self, prompt, count) -> Iterator[tuple[int, np.ndarray]]:
+    def tokens(self, prompt, count, along=None) -> Iterator[tuple[int, np.ndarray]]:
         cache = self.loaded.make_cache()
         self.routes, self.executed = {}, {}
         if len(prompt) > 1:
             self.run(prompt[:-1], cache, False)
         token = prompt[-1]
-        for _ in range(count):
+        for step in range(count):
             logits = self.run([token], cache, True)
             logprobs = logits - mx.logsumexp(logits, keepdims=True)
-            token = mx.argmax(logprobs, -1).item()
+            token = mx.argmax(logprobs, -1).item() if along is None else along[step]
             yield token, np.array(logprobs[0])

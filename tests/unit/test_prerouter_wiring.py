@@ -12,8 +12,10 @@ from moelab.errors import ContractError
 from moelab.prerouter import HeadBank, PrerouterHead, Source, install_prerouter
 from moelab.prerouter import calls as calls_module
 from moelab.prerouter import install as install_module
+from moelab.prerouter.fills import Clock
 from moelab.prerouter.stager import CrossTokenStager, PrerouterStager
 from moelab.routes import DECODED, PREFILLED
+from moelab.streaming.stack import Stack
 from moelab.streaming.staged import StagedSlots
 
 PROMPT = [23, 99, 41, 7, 150]
@@ -292,13 +294,6 @@ def mixed(model):
     return {owner: bank.head(owner) for owner in bank.owners} | {bank.owners[-1]: other}
 
 
-class Each(dict):
-    """A mapping that the oracle reads like a bank."""
-
-    def head(self, owner):
-        return self[owner]
-
-
 @pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
 def test_heads_in_one_call_are_the_heads_one_by_one(qwen, ling, dtype):
     check_heads_in_one_call_are_the_heads_one_by_one(qwen, dtype=dtype)
@@ -306,7 +301,7 @@ def test_heads_in_one_call_are_the_heads_one_by_one(qwen, ling, dtype):
 
 
 def test_6_heads_of_two_classes(qwen, monkeypatch):
-    heads = Each(mixed(qwen))
+    heads = world.Each(mixed(qwen))
     with pytest.raises(ContractError, match="differ and cannot be run together"):
         HeadBank(heads)
     check_heads_in_one_call_are_the_heads_one_by_one(qwen, heads=heads)
@@ -453,3 +448,79 @@ def test_several_tokens_or_sequences_a_pass_are_refused(qwen):
             streamed.run(mx.array([[1, 2], [3, 4]]), streamed.loaded.make_cache(), PREFILLED)
         with pytest.raises(ContractError, match="one token a decoded pass"):
             streamed.run(mx.array([[1, 2]]), streamed.loaded.make_cache(), DECODED)
+
+
+# ---------------------------------------------------------------- when reads are asked for
+
+
+def asked(model, **options):
+    """(MoE layer, layer whose turn it is or None), in the order of asking, of one decoded pass after another."""
+    with installed(model, **options) as (streamed, prerouter):
+        log, ask = [], prerouter.fill.ask
+
+        def noting(layer, prediction, *, now, after):
+            log.append((layer, after, now <= streamed.memory.clock()))
+            ask(layer, prediction, now=now, after=after)
+
+        prerouter.fill.ask = noting
+        world.tokens(streamed, PROMPT, 1)
+        assert all(before for _, _, before in log)
+        return [(layer, after) for layer, after, _ in log]
+
+
+def test_reads_are_asked_for_as_soon_as_they_are_known(qwen):
+    """Four MoE layers; the first three have heads."""
+    prefill = boundary = [(1, None), (2, None), (3, None)]
+    for layer in (world.SLOTS, None):
+        assert asked(qwen, layer=layer, mode="advise") == prefill + [(1, 0), (2, 1), (3, 2)]
+        # A predicted route is not waited for: its head is read a layer later. Layer 0 has its gate.
+        assert asked(qwen, layer=layer, mode="replace") == prefill + [(1, 0), (2, 2), (3, 3)]
+        for issue in ("async_boundary", "step_boundary"):
+            assert asked(qwen, layer=layer, mode="advise", issue=issue) == prefill + boundary
+            assert asked(qwen, layer=layer, mode="replace", issue=issue) == prefill + boundary
+
+
+def test_deadlines_are_those_of_the_consumers_turn():
+    clock = Clock(3, [1.0, 2.0, 4.0], patience=0.5)
+    # Layer 1's turn begins 1 after layer 0's, layer 2's 3, the next pass 7; half a pass of patience.
+    assert clock.due(1, 100.0, after=0) == 100 + 1 + 7 + 3.5
+    assert clock.due(1, 101.0, after=1) == 101 + 7 + 3.5
+    assert clock.due(2, 100.0, after=0) == 100 + 3 + 7 + 3.5
+    # Between two passes: as in `streaming.issuing`, counted from the last layer's turn.
+    assert clock.due(0, 103.0, after=None) == 103 + 4 + 3.5
+    assert clock.due(2, 103.0, after=None) == 103 + 7 + 3.5
+    assert Clock(3, None, patience=0.5).due(1, 100.0, after=0) == float("inf")
+
+
+def test_reads_have_their_deadlines_in_the_queue(qwen, monkeypatch):
+    for layer in (world.SLOTS, {**world.SLOTS, "staged": False}):
+        with installed(qwen, layer=layer, mode="advise", compute_s=[10.0] * 4, patience=0.0) as (streamed, prerouter):
+            submit, seen = streamed.scheduler.submit, []
+
+            def noting(ticket, now, submit=submit, seen=seen):
+                if ticket.owner in ("fill", "prerouter"):
+                    seen.append((ticket.key // 16 % 4, round(ticket.deadline - now)))
+                return submit(ticket, now)
+
+            monkeypatch.setattr(streamed.scheduler, "submit", noting)
+            world.tokens(streamed, PROMPT, 3)
+            monkeypatch.undo()
+            # From the last layer's turn, at the boundary after prefill: 20, 30, 40 for layers 1 to 3; then a pass and
+            # a layer ahead, 50. Reads raised to demand have their own.
+            due = {(c, d) for c, d in seen if 0 < d < 1000}
+            assert due and due <= {(1, 20), (2, 30), (3, 40), (1, 50), (2, 50), (3, 50)}
+            assert any(d == 50 for _, d in due)
+
+
+def test_slots_that_hold_other_bytes_show(qwen, monkeypatch):
+    """The exactness checks notice one expert in another's place."""
+    made = Stack._set
+
+    def rolled(self, filling):
+        rows = made(self, filling)
+        rows.table[list(rows.ids)] = np.roll(rows.slots, 1)
+        return rows
+
+    monkeypatch.setattr(Stack, "_set", rolled)
+    with pytest.raises(AssertionError):
+        check_requests_do_not_touch(qwen)
