@@ -128,6 +128,7 @@ def install_prerouter(
     mode: str = "replace",
     threshold: float = 0.5,
     calibration: Mapping[int, tuple[float, float]] | None = None,
+    biased: bool = False,
     issue: str | None = None,
     extra: int = 0,
     protect: bool = True,
@@ -146,6 +147,8 @@ def install_prerouter(
         model_names: names under which the file may know the model, beside its digest (released files name the tier).
         mode, threshold: see `modes`.
         calibration: owner layer → (scale, offset); None = as the file says.
+        biased: the router's correction bias is added to what heads say, for the choice. Not for heads trained here:
+            they foretell the choice itself, bias included.
         issue: see `fills`; None = the earliest that the staged slots allow.
         extra: candidates beyond K that `advise` asks for.
         protect: predictions protect from eviction, and earn `pin_bonus` where experts are pinned.
@@ -187,7 +190,7 @@ def install_prerouter(
     fill = fill_of(engine, Clock(len(parts), compute_s, patience), prefetcher, protect=protect)
     stager = STAGERS[spec.kind](
         engine, wiring, heads, parts, fill, mode=mode, issue=issue, threshold=threshold, calibration=calibration,
-        teacher=spec.feature_topk == "teacher", extra=extra, protect=protect,
+        teacher=spec.feature_topk == "teacher", biased=biased, extra=extra, protect=protect,
     )  # fmt: skip
     prerouter = Prerouter(engine, spec, wiring, stager)
     prerouter._install()

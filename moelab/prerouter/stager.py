@@ -52,6 +52,8 @@ class PrerouterStager:
         wiring: owners and consumers. heads: all owners' heads; a mapping that is no bank is run one head at a time.
         parts: of each MoE layer's block.
         teacher: heads are told the native gate's experts, whatever was executed.
+        biased: heads foretell what the gate computes, so that its correction bias has to be added for the choice;
+            otherwise they foretell the choice.
         calibration: owner (decoder layer) → (scale, offset) of the probability that an expert is used.
         extra: candidates beyond K, for `advise`.
         protect: predictions protect from eviction and earn `pin_bonus`.
@@ -75,13 +77,14 @@ class PrerouterStager:
         issue: str,
         threshold: float = 0.5,
         teacher: bool = False,
+        biased: bool = False,
         calibration: Mapping[int, tuple[float, float]] | None = None,
         extra: int = 0,
         protect: bool = True,
     ):
         self.engine, self.wiring, self.heads, self.parts, self.fill = engine, wiring, heads, parts, fill
         self.mode, self.issue, self.threshold = mode, issue, threshold
-        self.teacher, self.extra, self.protect = teacher, extra, protect
+        self.teacher, self.biased, self.extra, self.protect = teacher, biased, extra, protect
         self.family = engine.loaded.family
         self.calibration = calibration
         self.consumer_of = dict(zip(wiring.owner_index, wiring.consumer_index, strict=True))
@@ -284,11 +287,11 @@ class CrossTokenStager(PrerouterStager):
 class LingPrerouterStager(PrerouterStager):
     """For families that choose by sigmoid within groups: logits are kept, and the consumer's own rule applied to them.
 
-    It adds the consumer's correction bias to the scores for the choice, never to the weights.
+    With `biased` it adds the consumer's correction bias to the scores for the choice, never to the weights.
     """
 
     def _select(self, consumers, logits, count):
-        biases = [self.parts[consumer].bias for consumer in consumers]
+        biases = [self.parts[consumer].bias if self.biased else None for consumer in consumers]
         bias = None if biases[0] is None else mx.stack(biases).reshape(len(biases), 1, 1, -1)
         return select(replace(self.family, top_k=count), logits, bias)
 

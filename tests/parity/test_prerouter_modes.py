@@ -93,6 +93,19 @@ def test_the_teachers_experts_as_features(qwen, ling):
             world.same(got, list(plain.tokens(PROMPT, 12)))
 
 
+def test_the_correction_bias_is_added_for_heads_that_foretell_the_gate(ling):
+    streamed = ENGINES(ling)
+    spec = world.spec_for(streamed)
+    bank = world.heads_for(streamed, spec)
+    got = {}
+    for biased in (True, False):
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, biased=biased):
+            got[biased] = world.tokens(streamed, PROMPT, 12)
+        with world.Plain(ling, bank, spec, biased=biased) as plain:
+            world.same(got[biased], list(plain.tokens(PROMPT, 12)))
+    assert any((a != b).any() for (_, a), (_, b) in zip(got[True], got[False], strict=True))
+
+
 TIERS = {
     "edge0-35b": (edge0_35b, "qwen3_5_moe", {"num_hidden_layers": 40}),
     "edge0-8b": (edge0_8b, "bailing_hybrid",

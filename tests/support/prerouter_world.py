@@ -123,14 +123,14 @@ def resident(model):
 class Plain:
     """The oracle: a resident model, every block called by hand, two dictionaries for what goes from token to token."""
 
-    def __init__(self, model, bank, spec, *, mode="replace", threshold=0.5, calibration=None):
+    def __init__(self, model, bank, spec, *, mode="replace", threshold=0.5, calibration=None, biased=False):
         self.loaded = resident(model)
         self.bank, self.mode, self.threshold, self.calibration = bank, mode, threshold, calibration
         self.family = self.loaded.family
         owners = spec.wiring(self.loaded.geometry.layer_ids, len(self.loaded.model.layers)).owners
         self.blocks = {block.layer_id: block for block in self.loaded.blocks}
         self.owners, self.routes, self.executed = owners, {}, {}
-        self.teacher = spec.feature_topk == "teacher"
+        self.biased, self.teacher = biased, spec.feature_topk == "teacher"
 
     def __enter__(self):
         oracle = self
@@ -184,7 +184,7 @@ class Plain:
             out = self.bank.head(owner)(x[:, -1:], ids[:, -1:], before)
             self.executed[owner] = ids[:, -1:]
             consumer = self.blocks[owner + 1]
-            bias = None if consumer.bias_owner is None else getattr(consumer.bias_owner, consumer.bias_name)
+            bias = getattr(consumer.bias_owner, consumer.bias_name) if self.biased and consumer.bias_owner else None
             chosen = select(self.family, out, bias)
             sure = 1.0
             if self.calibration is not None:

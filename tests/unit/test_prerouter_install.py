@@ -7,10 +7,17 @@ import prerouter_world as world
 import pytest
 
 from moelab import models
-from moelab.errors import ContractError, GeometryError, IdentityError, ParameterError, UnsupportedModelError
+from moelab.errors import (
+    ContractError,
+    GeometryError,
+    IdentityError,
+    MissingArtifactError,
+    ParameterError,
+    UnsupportedModelError,
+)
 from moelab.models import tiny
 from moelab.models.native import select
-from moelab.prerouter import PrerouterHead, install_prerouter, uninstall
+from moelab.prerouter import HeadIdentity, PrerouterHead, install_prerouter, uninstall, write_heads
 from moelab.prerouter.hooks import BlockParts, attach, detach, is_hooked
 from moelab.prerouter.modes import true_weights, weigh
 
@@ -219,6 +226,52 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(folders):
             prerouter.mode = "gated"
         assert prerouter.mode == "replace"
     assert trace(streamed) == before
+
+
+def written(path, streamed, spec, form, **identity):
+    """A weight file of random heads; the heads themselves."""
+    loaded, rng = streamed.loaded, np.random.default_rng(6)
+    own = HeadIdentity(**{
+        "model": loaded.model_digest, "top_k": loaded.family.top_k, "experts": loaded.geometry.experts,
+        "width": loaded.geometry.hidden, "hidden": 16, "form": form,
+        "owners": spec.wiring(loaded.geometry.layer_ids, len(loaded.model.layers)).owners, **identity,
+    })  # fmt: skip
+
+    def draw(shape):
+        return (rng.normal(size=shape) / 4).astype(np.float16)
+
+    tensors = {owner: {part: draw(shape) for part, shape in own.shapes().items()} for owner in own.owners}
+    write_heads(path, own, tensors, draw((16, own.width + 2 * own.experts)) if form == "shared" else None)
+
+
+@pytest.mark.parametrize("form", ["full", "shared"])
+def test_heads_of_a_file(folders, form):
+    folder = folders["qwen3_5_moe"]
+    streamed = ENGINES(folder)
+    spec = world.spec_for(streamed, weights_file=f"{form}.safetensors")
+    with pytest.raises(MissingArtifactError, match="no prerouter heads"):
+        install_prerouter(streamed.loaded, spec, streamed)
+    pairs = ((1.0, -1.0),) * 3
+    written(folder / spec.weights_file, streamed, spec, form, confidence=pairs)
+    with install_prerouter(streamed.loaded, spec, streamed, mode="gated") as prerouter:
+        got = world.tokens(streamed, PROMPT, 4)
+        assert list(prerouter.stager.calibration.values()) == list(pairs) and prerouter.supply.fed()
+        bank = prerouter.heads
+    own = {"mode": "gated", "calibration": dict(zip(bank.owners, pairs, strict=True))}
+    with world.Plain(folder, bank, spec, **own) as plain:
+        world.same(got, list(plain.tokens(PROMPT, 4)))
+    other = folder / "other.safetensors"
+    for match, identity in (
+        ("heads of another model", {"model": "0" * 64}),
+        ("heads of another geometry", {"top_k": 3}),
+        ("trained on other experts", {"feature_topk": "teacher"}),
+    ):
+        written(other, streamed, spec, form, **identity)
+        with pytest.raises(ContractError, match=match):
+            install_prerouter(streamed.loaded, spec, streamed, weights=other)
+    written(other, streamed, spec, form, model="edge0-35b")
+    with install_prerouter(streamed.loaded, spec, streamed, weights=other, model_names=["edge0-35b"]) as prerouter:
+        assert world.tokens(streamed, PROMPT, 1) and prerouter.supply.fed()
 
 
 def test_slots_that_cannot_be_filled_in_a_pass(folders):
