@@ -250,8 +250,10 @@ def main(profile: str) -> None:
             artifacts.write_bytes(target, artifact.file(name).read_bytes())
             print(target.relative_to(artifacts.root()), target.stat().st_size)
         for row in artifacts.read_json(artifact.file(TABLE)):
-            if row["metric"].startswith("recall@1x") and row["set"] == "validation" and "layer" not in row["group"]:
-                print(row)
+            all_rows = row["metric"] == "recall@1x" and row["group"] == "all"
+            if row["set"] == "validation" and (all_rows or row["metric"] == "recall@1x less"):
+                words = (row["metric"], row["ranking"], row["group"], f"{row['value']:+.4f} ± {row['se']:.4f}")
+                print("  ", *words, sep="  ")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ class Head:
     """
 
     arrays: dict[str, mx.array]
-    """`map [A, H]`, `columns [2E, A]`, and the form's own; with one more axis in front in a `HeadBank`."""
+    """`map [H, A]`, `columns [2E, A]`, and the form's own; with one more axis in front in a `HeadBank`. Inputs come
+    first, unlike in files: one row times such a matrix is twice as fast on a CPU."""
     experts: int
 
     def __call__(self, hidden: mx.array, current: mx.array, previous: mx.array | None = None) -> mx.array:
@@ -63,7 +64,7 @@ class Head:
     @property
     def width(self) -> int:
         """H."""
-        return self.arrays["map"].shape[-1]
+        return self.arrays["map"].shape[-2]
 
     @property
     def nbytes(self) -> int:
@@ -71,8 +72,7 @@ class Head:
 
     @classmethod
     def _apply(cls, arrays: Mapping[str, mx.array], hidden: mx.array, ids: mx.array) -> mx.array:
-        weights = arrays["map"]
-        first = hidden.astype(weights.dtype) @ mx.swapaxes(weights, -1, -2)
+        first = hidden.astype(arrays["map"].dtype) @ arrays["map"]
         columns = arrays["columns"]
         if columns.ndim == 3:  # one table a head: ids of head i lie in rows of table i
             rows = columns.shape[1]
@@ -87,8 +87,8 @@ class Head:
 
     def dense(self, features: mx.array) -> mx.array:
         """The formula on `f [..., F]` as written, multi-hot parts multiplied in full: the slow form."""
-        weights = mx.concatenate([self.arrays["map"], self.arrays["columns"].T], axis=1)
-        return self._second(self.arrays, features.astype(weights.dtype) @ weights.T).astype(mx.float32)
+        weights = mx.concatenate([self.arrays["map"], self.arrays["columns"]])
+        return self._second(self.arrays, features.astype(weights.dtype) @ weights).astype(mx.float32)
 
 
 class PrerouterHead(Head):
@@ -109,13 +109,13 @@ class PrerouterHead(Head):
         if width < 1:
             raise GeometryError("no room for the hidden state", field="fc1", got=fc1.shape, expected=f"> {2 * experts}")
         self.experts, self.stored = experts, fc1.dtype
-        both = mx.concatenate([fc1, linear_init])
-        self.arrays = _settled({"map": both[:, :width], "columns": both[:, width:].T, "fc2": fc2}, precision)
+        both = mx.concatenate([fc1, linear_init]).T
+        self.arrays = _settled({"map": both[:width], "columns": both[width:], "fc2": fc2.T}, precision)
 
     @staticmethod
     def _second(arrays, first):
-        hidden = arrays["fc2"].shape[-1]
-        return first[..., hidden:] + gelu(first[..., :hidden]) @ mx.swapaxes(arrays["fc2"], -1, -2)
+        hidden = arrays["fc2"].shape[-2]
+        return first[..., hidden:] + gelu(first[..., :hidden]) @ arrays["fc2"]
 
 
 class SharedHead(Head):
@@ -137,12 +137,12 @@ class SharedHead(Head):
             raise GeometryError("no room for the hidden state", field="trunk", got=trunk.shape, expected="> 2E columns")
         self.experts, self.stored = experts, trunk.dtype
         width = features - 2 * experts
-        parts = {"map": trunk[:, :width], "columns": trunk[:, width:].T, "scale": scale[None]}
-        self.arrays = _settled(parts | {"fc2": fc2}, precision)
+        parts = {"map": trunk.T[:width], "columns": trunk.T[width:], "scale": scale[None], "fc2": fc2.T}
+        self.arrays = _settled(parts, precision)
 
     @staticmethod
     def _second(arrays, first):
-        return gelu(first * arrays["scale"]) @ mx.swapaxes(arrays["fc2"], -1, -2)
+        return gelu(first * arrays["scale"]) @ arrays["fc2"]
 
 
 class HeadBank:

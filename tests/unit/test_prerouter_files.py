@@ -90,8 +90,8 @@ def test_released_spellings_and_headers_are_read(tmp_path, spelling, metadata):
     assert found.identity == IDENTITY
     same(found, tensors)
     bank = load_heads(tmp_path / "a", SPEC, **MODEL)
-    fc1 = np.concatenate([np.array(bank.head(4).arrays["map"])[:D], np.array(bank.head(4).arrays["columns"]).T[:D]], 1)
-    assert (fc1 == tensors[4]["fc1"].astype(np.float32)).all()  # layer 4 has layer 4's weights
+    arrays = [np.array(bank.head(4).arrays[name]) for name in ("map", "columns")]
+    assert (np.concatenate(arrays).T[:D] == tensors[4]["fc1"].astype(np.float32)).all()  # layer 4 has layer 4's weights
 
 
 def test_reloaded_heads_give_the_same_logits(tmp_path):
