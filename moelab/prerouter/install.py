@@ -50,6 +50,7 @@ class Prerouter:
         self.engine, self.spec, self.wiring, self.stager = engine, spec, wiring, stager
         self.heads, self.fill, self.supply = stager.heads, stager.fill, stager.supply
         self._attached: list[nn.Module] = []
+        self._cache: list[Any] | None = None  # of the request in progress
 
     @property
     def mode(self) -> str:
@@ -71,7 +72,8 @@ class Prerouter:
         self.stager.mode, self.stager.threshold = mode, threshold
 
     def reset(self) -> None:
-        """A new request begins. `StreamingEngine.reset` calls it."""
+        """A new request begins. `StreamingEngine.reset` calls it, and so does `run` on another attention cache."""
+        self._cache = None
         self.stager.reset()
 
     def uninstall(self) -> None:
@@ -84,20 +86,27 @@ class Prerouter:
         while self._attached:
             detach(self._attached.pop())
         self.engine.forward.listeners.remove(self.stager)
-        del self.engine.reset
+        del self.engine.reset, self.engine.run
+        self._cache = None
         object.__delattr__(network, INSTALLED)
 
     def _install(self) -> None:
         network, engine = self.engine.loaded.model, self.engine
         object.__setattr__(network, INSTALLED, self)
         engine.forward.listeners.append(self.stager)
-        plain = engine.reset
+        plain_reset, plain_run = engine.reset, engine.run
 
         def reset() -> None:
-            plain()
+            plain_reset()
             self.reset()
 
-        engine.reset = reset
+        def run(tokens: mx.array, cache: list[Any], phase: int) -> mx.array:
+            if cache is not self._cache:  # another sequence: whoever calls `run` himself need not say so
+                self.reset()
+                self._cache = cache
+            return plain_run(tokens, cache, phase)
+
+        engine.reset, engine.run = reset, run
         for layer in self.wiring.consumer_index:
             hook = _hook(self.stager, layer, engine.switches[layer])
             attach(self.stager.parts[layer].module, hook, patch=self.spec.patch_call)
@@ -105,7 +114,7 @@ class Prerouter:
 
     def _forget(self) -> None:
         """Predictions, what they protect, and what was asked for on their account."""
-        self.stager.reset()
+        self.reset()
         self.fill.forget()
         for layer in self.wiring.consumer_index:
             self.stager.unprotect(layer)

@@ -15,6 +15,7 @@ from moelab.prerouter import install as install_module
 from moelab.prerouter.fills import Clock
 from moelab.prerouter.stager import CrossTokenStager, PrerouterStager
 from moelab.routes import DECODED, PREFILLED
+from moelab.streaming import EngineOptions, StreamedModel
 from moelab.streaming.stack import Stack
 from moelab.streaming.staged import StagedSlots
 
@@ -145,6 +146,38 @@ def check_requests_do_not_touch(model):
 def test_a_request_knows_nothing_of_the_one_before(qwen, ling):
     check_requests_do_not_touch(qwen)
     check_requests_do_not_touch(ling)
+
+
+def test_a_sequence_of_another_attention_cache_is_a_new_request(qwen):
+    """Also for those who run passes themselves, and reset nothing."""
+    with installed(qwen) as (streamed, prerouter):
+        want = world.tokens(streamed, PROMPT[:1], 2)
+        world.tokens(streamed, PROMPT, 2)
+        cache = streamed.loaded.make_cache()
+        for token, logprobs in ((PROMPT[0], want[0][1]), (want[0][0], want[1][1])):
+            logits = streamed.run(mx.array([[token]]), cache, DECODED)[0, -1]
+            np.testing.assert_array_equal(np.array(logits - mx.logsumexp(logits, keepdims=True)), logprobs)
+        consumers = list(prerouter.wiring.consumer_index)
+        assert prerouter.supply.map[:, consumers].T.tolist() == [[Source.START, Source.PREDICTION]] * len(consumers)
+
+
+def test_a_streamed_model_while_it_decodes(qwen):
+    with world.engine(qwen) as streamed:
+        spec = world.spec_for(streamed)
+        bank = world.heads_for(streamed, spec)
+        size = streamed.options.cache_bytes
+    model = StreamedModel.load(qwen, EngineOptions(cache_bytes=size, reader="buffered"))
+    with contextlib.closing(model), world.Plain(qwen, bank, spec) as plain:
+        want = list(plain.tokens(PROMPT, 2))
+        with pytest.raises(ContractError, match="need a live engine"):
+            install_prerouter(model, spec, model, heads=bank)
+        with model.decoding(), install_prerouter(model, spec, model, heads=bank):
+            for _ in range(2):
+                cache = model.make_cache()
+                model.run(mx.array([PROMPT[:-1]]), cache, PREFILLED)
+                for token, logprobs in ((PROMPT[-1], want[0][1]), (want[0][0], want[1][1])):
+                    logits = model.run(mx.array([[token]]), cache, DECODED)[0, -1]
+                    np.testing.assert_array_equal(np.array(logits - mx.logsumexp(logits, keepdims=True)), logprobs)
 
 
 @pytest.mark.parametrize("kept", [("predictions", "_last"), ("_last",)])
