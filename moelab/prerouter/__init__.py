@@ -5,7 +5,14 @@
     bank = load_heads(find_weights(tier.spec.weights_file, model_dir), tier.spec, tier.model)
     logits = bank.head(6)(hidden, current, previous)        # route of layer 7 at the next token
 
-Names are imported on first use: `spec` needs nothing, `heads` mlx, `training` torch.
+    from moelab.prerouter import install_prerouter
+    prerouter = install_prerouter(engine.loaded, tier.spec, engine, mode="advise")
+
+Where things are: `spec`, `heads` (`torch_form`), weight `files` and their `identity`; on a streamed model `install`,
+`hooks` in its blocks, the `stager` that keeps predictions from token to token (`calls` of heads, `fills` of slots or
+cache), `modes` of using them, and the `supply` map of where every route came from.
+
+Names are imported on first use: `spec` needs nothing, `heads` and what runs them mlx, `torch_form` torch.
 """
 
 from importlib import import_module

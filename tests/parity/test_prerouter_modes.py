@@ -5,6 +5,8 @@ import prerouter_world as world
 import pytest
 
 from moelab.prerouter import Source, edge0_8b, edge0_35b, install_prerouter, uninstall
+from moelab.routes import DECODED
+from moelab.streaming import StagedSwitch
 
 PROMPT = list(range(20, 32))
 ENGINES = world.Engines()
@@ -48,6 +50,51 @@ def test_every_mode_with_and_without_slots(qwen, ling, mode, layer):
             world.same(got, list(plain.tokens(PROMPT, 12)))
         if layer is not None:
             assert all(switch.staged.counters.dropped == 0 for switch in streamed.switches)
+
+
+def test_a_gate_that_nothing_passes_is_the_native_model(qwen, ling):
+    """Declined predictions only stage: experts that are in a slot are computed there, the others exactly."""
+    for model in (qwen, ling):
+        streamed = ENGINES(model)
+        want = world.tokens(streamed, PROMPT, 12)
+        spec = world.spec_for(streamed)
+        bank = world.heads_for(streamed, spec)
+        own = {"mode": "gated", "threshold": 1.0, "calibration": {owner: (1.0, -5.0) for owner in bank.owners}}
+        before = sum(switch.staged.counters.exact for switch in streamed.switches)
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, **own) as prerouter:
+            world.same(world.tokens(streamed, PROMPT, 12), want)
+            assert (prerouter.supply.map[:, list(prerouter.wiring.consumer_index)] == Source.DECLINED).all()
+            prerouter.set("gated", threshold=0.0)
+            with world.Plain(model, bank, spec) as plain:
+                world.same(world.tokens(streamed, PROMPT, 6), list(plain.tokens(PROMPT, 6)))
+        assert sum(switch.staged.counters.exact for switch in streamed.switches) > before
+
+
+def test_the_staged_set_is_the_route_and_without_one_the_route_is_exact(qwen, monkeypatch):
+    called, call = [], StagedSwitch.__call__
+
+    def noting(self, x, indices=None):
+        if self._forward.phase == DECODED:
+            called.append((self.layer, indices is None))
+        return call(self, x, indices)
+
+    monkeypatch.setattr(StagedSwitch, "__call__", noting)
+    streamed = ENGINES(qwen, layer={**world.SLOTS, "staged_replace": True})
+    spec = world.spec_for(streamed)
+    bank = world.heads_for(streamed, spec)
+    with world.Plain(qwen, bank, spec) as plain:
+        want = list(plain.tokens(PROMPT, 3))
+    with install_prerouter(streamed.loaded, spec, streamed, heads=bank) as prerouter:
+        consumers = prerouter.wiring.consumer_index
+        world.same(world.tokens(streamed, PROMPT, 3), want)
+        assert called == [(layer, layer in consumers) for _ in range(3) for layer in range(4)]
+        called.clear()
+        ask = prerouter.fill.ask
+        prerouter.fill.ask = lambda layer, *told, **more: None if layer == 2 else ask(layer, *told, **more)
+        fallback = streamed.switches[2].staged.counters.fallback
+        world.same(world.tokens(streamed, PROMPT, 3), want)
+        assert called == [(layer, layer in consumers and layer != 2) for _ in range(3) for layer in range(4)]
+        assert streamed.switches[2].staged.counters.fallback == fallback + 3
 
 
 @pytest.mark.parametrize("layer", [None, {}, world.SLOTS, world.IN_PLACE])
@@ -107,7 +154,7 @@ def test_the_correction_bias_is_added_for_heads_that_foretell_the_gate(ling):
 
 
 TIERS = {
-    "edge0-35b": (edge0_35b, "qwen3_5_moe", {"num_hidden_layers": 40}),
+    "edge0-35b": (edge0_35b, "qwen3_5_moe", {"num_hidden_layers": 40, "num_experts_per_tok": 8}),
     "edge0-8b": (edge0_8b, "bailing_hybrid",
                  {"num_hidden_layers": 24, "num_experts": 32, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}),
 }  # fmt: skip
@@ -116,9 +163,10 @@ TIERS = {
 @pytest.mark.parametrize("name", TIERS)
 def test_the_tiers_run_on_their_architectures_at_full_depth(name, tmp_path):
     make, family, own = TIERS[name]
-    tier, k = make(), own.get("num_experts_per_tok", 4)
+    tier = make()
+    k = tier.top_k
     world.tiny_model(family, tmp_path, **own)
-    with world.engine(tmp_path, layer={**world.SLOTS, "staged_n": k, "staged_trigger": k}) as streamed:
+    with world.engine(tmp_path, layer={**world.SLOTS, "staged_n": k, "staged_trigger": k, "top_k": k}) as streamed:
         assert streamed.loaded.geometry.layer_ids == tier.layer_ids and streamed.loaded.family.top_k == tier.top_k
         bank = world.heads_for(streamed, tier.spec, hidden=tier.spec.hidden)
         with install_prerouter(streamed.loaded, tier.spec, streamed, heads=bank) as prerouter:
@@ -126,7 +174,7 @@ def test_the_tiers_run_on_their_architectures_at_full_depth(name, tmp_path):
             fed = [layer for layer, row in enumerate(prerouter.supply.counts) if row[Source.PREDICTION] == 4]
             assert [streamed.loaded.geometry.layer_ids[layer] for layer in fed] == list(tier.wiring.consumers)
             assert len(bank) == {"edge0-35b": 33, "edge0-8b": 16}[name]
-        with world.Plain(tmp_path, bank, tier.spec) as plain:
+        with world.Plain(tmp_path, bank, tier.spec, top_k=k) as plain:
             world.same(got, list(plain.tokens(PROMPT, 4)))
         uninstall(streamed.loaded)
 

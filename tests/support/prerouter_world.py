@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from moelab.models.native import select
 from moelab.prerouter import HeadBank, PrerouterHead
 from moelab.prerouter.spec import PrerouterSpec
 from moelab.streaming import EngineOptions, LayerOptions, StreamingEngine
-from moelab.streaming.install import slots_beside
+from moelab.streaming.install import slots_beside, with_top_k
 from moelab.streaming.skeleton import skeleton
 from moelab.streaming.store import open_store
 
@@ -116,15 +117,19 @@ def tiny_model(family, folder, **changes):
 
 
 @lru_cache(maxsize=3)
-def resident(model):
-    return models.load(model)
+def resident(model, top_k=None):
+    loaded = models.load(model)
+    if top_k is not None:
+        frame = replace(skeleton(model), network=loaded.model, blocks=loaded.blocks)
+        loaded = replace(loaded, blocks=with_top_k(frame, top_k).blocks)
+    return loaded
 
 
 class Plain:
     """The oracle: a resident model, every block called by hand, two dictionaries for what goes from token to token."""
 
-    def __init__(self, model, bank, spec, *, mode="replace", threshold=0.5, calibration=None, biased=False):
-        self.loaded = resident(model)
+    def __init__(self, model, bank, spec, *, mode="replace", threshold=0.5, calibration=None, biased=False, top_k=None):
+        self.loaded = resident(model, top_k)
         self.bank, self.mode, self.threshold, self.calibration = bank, mode, threshold, calibration
         self.family = self.loaded.family
         owners = spec.wiring(self.loaded.geometry.layer_ids, len(self.loaded.model.layers)).owners
