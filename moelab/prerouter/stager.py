@@ -155,6 +155,7 @@ class PrerouterStager:
     def routed(self, *, step: int, layer: int, ids: np.ndarray, x: mx.array, now: float) -> None:
         """A layer's route is known: gather what its head needs, and in the pass run it."""
         if self.mode == "off":
+            self._decoded = self.engine.forward.phase == DECODED
             return
         self._enter(step)
         self._answer(now, after=layer)
@@ -175,7 +176,7 @@ class PrerouterStager:
     def ended(self, *, step: int) -> None:
         """The boundary: what is left of the heads' work, and the commit."""
         if self.mode == "off":
-            return
+            return self.supply.plain() if self._decoded else None
         now = self.engine.memory.clock()
         self._answer(now, after=None)
         if self._captured:

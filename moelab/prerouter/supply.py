@@ -20,7 +20,7 @@ class Source(IntEnum):
     """Of the route of one layer in one decoded pass."""
 
     GATE = 0
-    """Its own gate: no head predicts this layer."""
+    """Its own gate: no head predicts this layer, or predictions are off."""
     PREDICTION = 1
     """The prediction was the route."""
     ADVISED = 2
@@ -71,8 +71,15 @@ class Supply:
                 "experts of the route were not computed", field="dropped by MoE layer",
                 got={layer: count for layer, count in dropped.items() if count}, expected="0 in every layer",
             )  # fmt: skip
+        self._record(self._named)
+
+    def plain(self) -> None:
+        """A decoded pass without predictions is over."""
+        self._record({})
+
+    def _record(self, named: Mapping[int, Source]) -> None:
         row = np.zeros(self.layers, np.uint8)
-        for layer, source in self._named.items():
+        for layer, source in named.items():
             row[layer] = source
         self.counts[np.arange(self.layers), row] += 1
         self._rows.append(row)

@@ -314,6 +314,22 @@ def test_predictions_earn_a_bonus_where_experts_are_pinned(folders):
     assert sum(more != less for more, less in zip(bonus[1:], plain[1:], strict=True)) >= 2  # of three
 
 
+@pytest.mark.parametrize("slots", [world.SLOTS, world.IN_PLACE])
+def test_the_bonus_is_earned_beside_staged_slots(folders, slots):
+    """What is pinned in the cache follows predictions also where these go to slots; the output stays the same."""
+    hot, outputs = {}, []
+    for bonus in (0.0, 5.0):
+        layer = {**slots, "hot_per_layer": 2, "hot_update_interval": 1, "hot_decay": 0.5, "pin_bonus": bonus}
+        streamed = ENGINES(folders["qwen3_5_moe"], layer=layer, cycles=2.0)
+        spec = world.spec_for(streamed)
+        with install_prerouter(streamed.loaded, spec, streamed, heads=world.heads_for(streamed, spec, seed=4)):
+            outputs.append(world.tokens(streamed, PROMPT, 6))
+            policy = [streamed.cache._pools.part[layer].policy for layer in range(streamed.store.layers)]
+            hot[bonus] = [frozenset(part.hot[layer]) for layer, part in enumerate(policy)]
+    world.same(*outputs)
+    assert hot[0.0][0] == hot[5.0][0] and hot[0.0] != hot[5.0]
+
+
 def test_predicted_experts_outlive_others_in_the_cache(folders):
     """Room for two tokens: what a prediction names is there at its turn, whatever else was read in between."""
     streamed = ENGINES(folders["qwen3_5_moe"], layer={}, cycles=2.0)

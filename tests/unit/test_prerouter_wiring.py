@@ -8,7 +8,7 @@ import numpy as np
 import prerouter_world as world
 import pytest
 
-from moelab.errors import ContractError
+from moelab.errors import ContractError, StoreError
 from moelab.prerouter import HeadBank, PrerouterHead, Source, install_prerouter
 from moelab.prerouter import calls as calls_module
 from moelab.prerouter import install as install_module
@@ -273,6 +273,7 @@ def check_off_is_the_plain_engine(model, layer):
         assert streamed.store.reads == start + 2 * reads
         assert before == (layer and fills(streamed))
         assert not prerouter.stager.predictions and not prerouter.stager.logits
+        assert prerouter.supply.map.tolist() == [[Source.GATE] * streamed.store.layers] * 6
 
 
 @pytest.mark.parametrize("layer", [None, world.SLOTS, world.IN_PLACE])
@@ -472,6 +473,29 @@ def test_chunks_of_a_prompt_are_one_prompt(qwen):
                     plain.run(PROMPT[begin : min(begin + size, len(PROMPT) - 1)], cache, False)
                 logits = plain.run(PROMPT[-1:], cache, True)
             np.testing.assert_array_equal(got[0][1], np.array(logits - mx.logsumexp(logits, keepdims=True))[0])
+
+
+@pytest.mark.parametrize("layer", [world.SLOTS, world.IN_PLACE])
+def test_a_read_that_fails_is_raised_and_the_next_request_is_right(qwen, monkeypatch, layer):
+    """Nothing is resident or staged at first, so that some expert of the first prediction has to be read."""
+    with world.engine(qwen, layer=layer, cycles=1.0) as streamed:
+        spec = world.spec_for(streamed)
+        bank = world.heads_for(streamed, spec)
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank) as prerouter:
+            world.tokens(streamed, PROMPT, 1)
+            read = streamed.store.read_into
+
+            def failing(layer, expert, out):
+                if layer == 2:
+                    raise StoreError("read failed", field=f"layer {layer}", got="EIO")
+                return read(layer, expert, out)
+
+            monkeypatch.setattr(streamed.store, "read_into", failing)
+            with pytest.raises(StoreError, match="read failed"):
+                world.tokens(streamed, [3, 1, 200, 77, 5], 8, along=[9, 180, 31, 240, 66, 2, 111, 17])
+            monkeypatch.undo()
+            world.same(world.tokens(streamed, PROMPT, 4), oracle(qwen, prerouter, PROMPT, 4))
+            assert prerouter.supply.fed()
 
 
 def test_several_tokens_or_sequences_a_pass_are_refused(qwen):
