@@ -57,7 +57,8 @@ def check_model(model: str, options: SimulationOptions, observations: Path) -> P
         runtime = models.runtime_identity(loaded.precision)
 
     def make(folder: Path) -> dict[str, Any]:
-        rows = runs(model, tokens)
+        with stage.timing():
+            rows = runs(model, tokens)
         artifacts.write_json(folder / RESULT, {"rows": rows})
         return {"content": artifacts.digest_json([row["hits"] for row in rows if row["prediction"] == "none"])}
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..models import LoadedModel
 
 RESULT = "streaming.json"
-FIGURES_VERSION = 1
+FIGURES_VERSION = 2
 """Raise when `study` writes other figures, so that older artefacts are not taken for these."""
 APART = 16 << 20
 """Bytes by which two idle processes of one kind may differ."""
@@ -183,6 +183,7 @@ def study(
             sources[f"made up, {size} MiB"] = source
             stores[f"made up, {size} MiB"] = stack.enter_context(ExpertStore(source))
         turn_bytes = options.reads * stores["pack"].nbytes(0)
+        stack.enter_context(stage.timing())
         rates = [
             {"place": place, **row}
             for place, store in stores.items()
@@ -204,7 +205,7 @@ def study(
         overlapped = streaming_overlap.overlap(
             places["pack"], asked[0][: options.overlap_prompt], tokens=options.overlap_tokens,
             repeats=options.overlap_repeats, ratios=options.ratios, cycles=options.overlap_cycles,
-            policy_name="lru", readers=4, precision=precision,
+            policy_name="lru", readers=2, precision=precision,
         )  # fmt: skip
         told()
         memory = _memory(loaded, asked, sizes, options)

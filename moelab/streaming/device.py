@@ -139,9 +139,7 @@ class Throttle:
             core, which the model may need: so it is short, and timers are made as fine as the system allows.
     """
 
-    def __init__(
-        self, device: VirtualDevice, *, spin_s: float = 25e-6, clock: Callable[[], float] = time.perf_counter
-    ):
+    def __init__(self, device: VirtualDevice, *, spin_s: float = 25e-6, clock: Callable[[], float] = time.perf_counter):
         self.device, self.spin_s, self.late = device, spin_s, 0
         self._clock, self._lock = clock, threading.Lock()
 
