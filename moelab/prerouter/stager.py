@@ -85,8 +85,7 @@ class PrerouterStager:
         self.engine, self.wiring, self.heads, self.parts, self.fill = engine, wiring, heads, parts, fill
         self.mode, self.issue, self.threshold = mode, issue, threshold
         self.teacher, self.biased, self.extra, self.protect = teacher, biased, extra, protect
-        self.family = engine.loaded.family
-        self.calibration = calibration
+        self.family, self.calibration = engine.loaded.family, calibration
         self.consumer_of = dict(zip(wiring.owner_index, wiring.consumer_index, strict=True))
         self._calls = HeadCalls(heads, dict(zip(wiring.owner_index, wiring.owners, strict=True)), calibration)
         self.supply = Supply(len(parts), wiring.consumer_index)
@@ -100,8 +99,7 @@ class PrerouterStager:
         """Of the last position of a turn: `ids [T, K]` that the layer executed, and its input `x [1, T, H]`."""
         hidden = x[:, -1:]
         if self.teacher and self.supply.source(owner) == Source.PREDICTION:
-            chosen = select(self.family, self.parts[owner].logits(hidden), self.parts[owner].bias)
-            current = chosen.ids
+            current = select(self.family, self.parts[owner].logits(hidden), self.parts[owner].bias).ids
         else:
             current = mx.array(ids[None, -1:])
         before = mx.array(ids[None, -2:-1]) if len(ids) > 1 else self._last.get(owner)
@@ -176,7 +174,9 @@ class PrerouterStager:
     def ended(self, *, step: int) -> None:
         """The boundary: what is left of the heads' work, and the commit."""
         if self.mode == "off":
-            return self.supply.plain() if self._decoded else None
+            if self._decoded:
+                self.supply.plain()
+            return
         now = self.engine.memory.clock()
         self._answer(now, after=None)
         if self._captured:
