@@ -4,7 +4,7 @@ import numpy as np
 import prerouter_world as world
 import pytest
 
-from moelab.prerouter import Source, edge0_8b, edge0_35b, install_prerouter, uninstall
+from moelab.prerouter import Source, edge0_8b, edge0_35b, install_prerouter, read_heads, uninstall
 from moelab.routes import DECODED
 from moelab.streaming import StagedSwitch
 
@@ -195,3 +195,16 @@ def test_text_through_prerouter_and_streaming():
         assert streamed.generate("The lamp", max_tokens=8) == predicted
     assert predicted and predicted != plain
     assert streamed.generate("The lamp", max_tokens=8) == plain
+
+
+@pytest.mark.parametrize("model", ["softmax", "sigmoid"])
+def test_the_committed_heads_are_found_beside_their_model(model):
+    streamed = ENGINES(model, cycles=0.5)
+    weights = read_heads(streamed.loaded.path / "prerouter.safetensors").identity
+    spec = world.spec_for(streamed, hidden=weights.hidden, weights_file="prerouter.safetensors")
+    want = streamed.generate("The lamp", max_tokens=6)
+    with install_prerouter(streamed.loaded, spec, streamed, mode="advise") as prerouter:
+        assert streamed.generate("The lamp", max_tokens=6) == want
+        assert prerouter.supply.fed() and prerouter.stager.calibration is not None
+        prerouter.mode = "replace"
+        assert streamed.generate("The lamp", max_tokens=6) and prerouter.supply.fed()
