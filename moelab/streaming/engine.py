@@ -37,6 +37,12 @@ from .streamed import StreamedModel
 __all__ = ["EngineOptions", "StreamingEngine"]
 
 MiB = 1 << 20
+KINDS: dict[str, type] = {
+    "cache_bytes": int, "policy": str, "precision": str, "reader": str, "device": VirtualDevice, "check_reads": bool,
+    "threads": int, "max_inflight_bytes": int, "reserve_bytes": int, "allocator_cache_bytes": int,
+    "below_cycle": bool, "prefill_step_size": int, "layer": LayerOptions,
+}  # fmt: skip
+OPTIONAL = {"cache_bytes", "policy", "device", "check_reads", "threads", "max_inflight_bytes", "layer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +55,8 @@ class EngineOptions:
         precision: of weights and activations, as in `models.load`.
         reader: "auto", "o_direct", "buffered" or "mmap" (`store.open_store`).
         device: a declared disk that every read is slowed to; None = this machine's own.
-        threads: reader threads beside the computing one; None = 4, or what `layer` says.
+        check_reads: compare the checksum of every expert that is read; None = of a pack, which has them.
+        threads: reader threads beside the computing one; None = 2, or what `layer` says.
         max_inflight_bytes: bytes of reads in progress at most; None = two slots a thread, or what `layer` says.
         reserve_bytes: of the budget, for attention caches and activations.
         allocator_cache_bytes: freed buffers that mlx may keep for reuse.
@@ -63,6 +70,7 @@ class EngineOptions:
     precision: str = "float32"
     reader: str = "auto"
     device: VirtualDevice | None = None
+    check_reads: bool | None = None
     threads: int | None = None
     max_inflight_bytes: int | None = None
     reserve_bytes: int = 64 * MiB
@@ -72,6 +80,12 @@ class EngineOptions:
     layer: LayerOptions | None = None
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            kind = KINDS[name]
+            if not (value is None and name in OPTIONAL) and (
+                not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)
+            ):
+                raise ParameterError("of another type", field=name, got=value, expected=kind.__name__)
         pins = self.layer is not None and self.layer.hot_per_layer > 0
         if self.policy is None:
             object.__setattr__(self, "policy", "hot-pin" if pins else DEFAULT)
@@ -80,7 +94,7 @@ class EngineOptions:
                 "only one policy pins", field="policy", got=self.policy, expected="hot-pin, or None, with hot_per_layer"
             )
         if self.threads is None:
-            object.__setattr__(self, "threads", 4 if self.layer is None else self.layer.load_threads)
+            object.__setattr__(self, "threads", 2 if self.layer is None else self.layer.load_threads)
         for name in ("threads", "reserve_bytes", "allocator_cache_bytes", "prefill_step_size"):
             if getattr(self, name) < (1 if name in ("threads", "prefill_step_size") else 0):
                 raise ParameterError("out of range", field=name, got=getattr(self, name), expected="positive")

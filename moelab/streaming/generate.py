@@ -45,8 +45,14 @@ def stream_tokens(
     Raises:
         ParameterError: an empty prompt, or ids that are none.
     """
+    vocabulary = engine.loaded.config.get("vocab_size") or engine.loaded.config.get("text_config", {}).get("vocab_size")
     if not len(prompt):
         raise ParameterError("a prompt has tokens", field="prompt", got=[], expected="at least one token id")
+    if vocabulary is not None and not all(0 <= token < vocabulary for token in prompt):
+        wrong = next(token for token in prompt if not 0 <= token < vocabulary)
+        raise ParameterError("no such token", field="prompt", got=wrong, expected=f"0 to {vocabulary - 1}")
+    if type(max_tokens) is not int or max_tokens < -1 or max_tokens == 0:
+        raise ParameterError("no such count", field="max_tokens", got=max_tokens, expected="an int >= 1, or -1")
     engine.reset()
     cache = make_prompt_cache(engine.loaded.model, max_kv_size) if prompt_cache is None else prompt_cache
     step, told = prefill_step_size or engine.options.prefill_step_size, prompt_progress_callback or (lambda *_: None)
@@ -58,9 +64,9 @@ def stream_tokens(
         seen += len(piece)
         told(seen, len(prompt))
         mx.clear_cache()
-    history, y, count = tokens[:seen], tokens[seen:], 0
+    history, y, count, ahead = tokens[:seen], tokens[seen:], 0, None
     while count != max_tokens:
-        logits = engine.run(y[None], cache, DECODED)[:, -1, :]
+        logits = engine.run(y[None], cache, DECODED)[:, -1, :] if ahead is None else ahead
         history = mx.concatenate([history, y])
         for processor in logits_processors or ():
             logits = processor(history, logits)
@@ -69,6 +75,8 @@ def stream_tokens(
         mx.eval(y, logprobs)
         if count == 0:
             told(len(prompt), len(prompt))
+        if prompt_cache is not None:  # the caller goes on with this cache: like mlx-lm's, it holds what was yielded
+            ahead = engine.run(y[None], cache, DECODED)[:, -1, :]
         yield y.item(), logprobs[0]
         count += 1
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import UnsupportedModelError
+from ..errors import ParameterError, UnsupportedModelError
 from .checkpoint import CheckpointSource, ExpertParameters, expert_parameters_of, model_digest
 from .layout import ExpertLayout, aligned, convert, run_dtype
-from .pack import Quantisation
+from .pack import MANIFEST, Quantisation
 from .shards import NAMES, dtype_name, host_bytes, read_header
 from .store import ExpertStore
 
@@ -31,6 +31,11 @@ class Origin:
         from .skeleton import skeleton
 
         self.path, self.precision = find(model), precision
+        if (self.path / MANIFEST).is_file():
+            raise ParameterError(
+                "this is a pack already", file=self.path, field="model", got="pack", expected="checkpoint",
+                fix="pack the checkpoint that it was made of",
+            )  # fmt: skip
         for file in sorted(self.path.glob("model*.safetensors")):
             read_header(file)
         self.digest = model_digest(self.path)

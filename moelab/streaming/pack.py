@@ -88,8 +88,8 @@ class Pack(_Strict):
     """Every quantised module of the model by full name, experts' projections included."""
     weights: str
     """Digest of `model.safetensors`."""
-    config: str
-    """Digest of `config.json`."""
+    copied: dict[str, str]
+    """Name → digest of configuration, tokenizer and whatever else was taken over as it was."""
     seal: str = ""
     """Digest of all other fields."""
 
@@ -128,8 +128,13 @@ def read_pack(folder: str | Path) -> Pack:
         raise ArtifactError(
             "the manifest was altered", file=folder / MANIFEST, field="seal", got=pack.digest(), expected=pack.seal
         )
-    if (got := digest_file(folder / CONFIG)) != pack.config:
-        raise ArtifactError("altered", file=folder / CONFIG, got=got, expected=pack.config)
+    here = {file.name: digest_file(file) for file in sorted(folder.iterdir()) if is_copied(file.name)}
+    for name in sorted(here.keys() | pack.copied.keys()):
+        if here.get(name) != pack.copied.get(name):
+            raise ArtifactError(
+                "altered", file=folder / name, got=here.get(name, "no such file"),
+                expected=pack.copied.get(name, "no such file"), fix="pack the model again",
+            )  # fmt: skip
     for layer in pack.layers:
         layout = layer.layout("stored")
         got = (layer.record_bytes, len(layer.checksums), tuple(tensor.offset for tensor in layer.tensors))
@@ -141,6 +146,11 @@ def read_pack(folder: str | Path) -> Pack:
         require_size(folder / layer.file, pack.experts * layer.record_bytes)
     read_header(folder / WEIGHTS)
     return pack
+
+
+def is_copied(name: str) -> bool:
+    """Neither manifest nor weights: a file that a pack has from its checkpoint."""
+    return name not in (MANIFEST, WEIGHTS) and not name.endswith(".bin")
 
 
 def half_written(folder: Path) -> bool:

@@ -29,7 +29,7 @@ from ..errors import ArtifactError, ParameterError, StoreError
 from ..files import digest_file, read_json, write_bytes, write_json
 from .layout import PRECISIONS, aligned
 from .origin import Origin, give_back
-from .pack import CONFIG, MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor
+from .pack import CONFIG, MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor, is_copied
 from .readers import open_reader
 from .shards import encode_header, host_bytes
 
@@ -66,6 +66,10 @@ def write_pack(
     out = Path(out)
     if precision not in PRECISIONS:
         raise ParameterError("unknown precision", field="precision", got=precision, expected=PRECISIONS)
+    if out.name.endswith(".partial"):
+        raise ParameterError(
+            "this name is kept for unfinished packs", field="out", got=out.name, expected="another name"
+        )
     if out.exists():
         raise ParameterError("there is something here already", field="out", got=str(out), expected="a new folder")
     origin = Origin(model, precision)
@@ -124,7 +128,7 @@ def _fill(partial: Path, origin: Origin, progress: Callable[[int, int], None]) -
     pack = Pack(
         version=VERSION, moelab=__version__, model=origin.digest, precision=origin.precision, experts=origin.experts,
         layers=layers, absent=origin.absent, quantised=origin.quantised, weights=weights,
-        config=digest_file(folder / CONFIG),
+        copied={file.name: digest_file(file) for file in sorted(folder.iterdir()) if is_copied(file.name)},
     ).sealed()  # fmt: skip
     write_json(folder / MANIFEST, msgspec.to_builtins(pack))
     return pack

@@ -19,9 +19,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from ..errors import UnsupportedModelError
-from ..files import read_json
 from ..models.blocks import Block, find_blocks
 from ..models.loading import find
+from .pack import half_written, read_pack
 
 __all__ = ["Skeleton", "skeleton"]
 
@@ -48,8 +48,11 @@ def skeleton(model: str | Path) -> Skeleton:
 
     Raises:
         MissingArtifactError: nothing to load there.
+        ArtifactError: a pack that is half written, altered or of another version.
         UnsupportedModelError: mlx-lm cannot read this layout (unmatched keys listed), or no MoE layer.
     """
+    if Path(model).is_dir() and half_written(Path(model)):
+        read_pack(model)  # says what to do about it
     path = Path(model) if (Path(model) / "pack.json").is_file() else find(model)
     packed = (path / "pack.json").is_file()
     classes = _pack_classes(path) if packed else _get_classes
@@ -64,10 +67,7 @@ def skeleton(model: str | Path) -> Skeleton:
 
 def _pack_classes(path: Path):
     """mlx-lm's classes for a pack, whose weights have the model's own names already and lack the experts."""
-    absent = {
-        name: mx.zeros(shape, getattr(mx, dtype))
-        for name, (shape, dtype) in read_json(path / "pack.json")["absent"].items()
-    }
+    absent = {name: mx.zeros(shape, getattr(mx, dtype)) for name, (shape, dtype) in read_pack(path).absent.items()}
 
     def classes(config: dict) -> tuple[type, type]:
         model, arguments = _get_classes(config)

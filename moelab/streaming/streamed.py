@@ -78,6 +78,10 @@ class StreamedModel(LoadedModel):
                 "one budget is needed", field="memory_budget_bytes, options.cache_bytes",
                 got=(memory_budget_bytes, options.cache_bytes), expected="exactly one of them",
             )  # fmt: skip
+        if memory_budget_bytes is not None and (type(memory_budget_bytes) is not int or memory_budget_bytes < 1):
+            raise ParameterError(
+                "a budget is bytes", field="memory_budget_bytes", got=memory_budget_bytes, expected="int > 0"
+            )
         mx.set_cache_limit(options.allocator_cache_bytes)
         frame = skeleton(model)
         if options.layer is not None and options.layer.top_k is not None:
@@ -85,8 +89,13 @@ class StreamedModel(LoadedModel):
         geometry = measure(frame.blocks)
         cast(frame.network, options.precision)
         widen_experts(frame.blocks, frame.path, allowed=False)
-        store = open_store(frame.path, reader=options.reader, precision=options.precision, device=options.device)
+        check = frame.packed if options.check_reads is None else options.check_reads
+        store = open_store(
+            frame.path, reader=options.reader, precision=options.precision, device=options.device, check_reads=check
+        )
         try:
+            if frame.packed:
+                PackSource(frame.path, options.precision).verify_weights()
             check_layouts(frame, store)
             drop_experts(frame.blocks)
             mx.eval(frame.network.parameters())

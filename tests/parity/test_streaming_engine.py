@@ -161,6 +161,16 @@ def test_prompt_in_steps_and_of_one_token(small):
     assert told == [(0, 70), (32, 70), (64, 70), (69, 70), (70, 70)]
 
 
+def test_turns_with_one_attention_cache(small):
+    loaded = models.load(small)
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        theirs, ours = loaded.make_cache(), engine.loaded.make_cache()
+        for turn in (PROMPT[:12], PROMPT[30:37], PROMPT[50:51]):
+            want = [int(t) for t, _ in generate_step(mx.array(turn), loaded.model, max_tokens=6, prompt_cache=theirs)]
+            assert [t for t, _ in engine.stream_tokens(turn, max_tokens=6, prompt_cache=ours)] == want
+            assert ours[0].offset == theirs[0].offset
+
+
 def test_loaded_in_one_thread_used_in_another(small):
     want, got = resident_tokens(small, PROMPT, 6), []
     with StreamingEngine.load(small, options(small, 1)) as engine:
@@ -226,6 +236,15 @@ def test_budgets(small):
         StreamingEngine.load(small, memory_budget_bytes=1 << 20)
 
 
+@pytest.mark.parametrize(
+    "wrong", [{"cache_bytes": "8GiB"}, {"threads": 2.5}, {"threads": True}, {"device": "x"}, {"reserve_bytes": None},
+              {"layer": {}}, {"below_cycle": "no"}, {"prefill_step_size": 1.5}]
+)  # fmt: skip
+def test_options_of_another_type(wrong):
+    with pytest.raises(ParameterError, match=f"another type.*{next(iter(wrong))}"):
+        EngineOptions(**wrong)
+
+
 def test_bad_requests(small):
     with StreamingEngine.load(small, options(small, 1)) as engine:
         with pytest.raises(ParameterError, match="a prompt has tokens"):
@@ -234,6 +253,10 @@ def test_bad_requests(small):
             engine.generate("x", max_tokens=0)
         with pytest.raises(ParameterError, match="max_token"):
             engine.generate("x", max_token=3)
+        for prompt, count, match in (([10**6, 5], 3, "no such token"), ([-5, 5], 3, "no such token"),
+                                     ([5], -3, "no such count"), ([5], 2.5, "no such count")):  # fmt: skip
+            with pytest.raises(ParameterError, match=match):
+                engine.generate(prompt, max_tokens=count)
         engine.close()
         with pytest.raises(ContractError, match="closed"):
             engine.generate("x", max_tokens=3)

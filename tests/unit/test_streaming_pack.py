@@ -25,7 +25,7 @@ from moelab.__main__ import main
 from moelab.errors import ArtifactError, ParameterError, StoreError
 from moelab.files import digest_file, read_json, write_json
 from moelab.models import find_blocks
-from moelab.streaming import Pack, open_store, packing, read_pack, write_pack
+from moelab.streaming import EngineOptions, Pack, StreamingEngine, open_store, packing, read_pack, write_pack
 from moelab.streaming.skeleton import skeleton
 
 READERS = ("auto", "buffered", "mmap")
@@ -179,6 +179,37 @@ def test_another_configuration_is_another_model(copy):
     assert (copy / "config.json").read_text() != text
     with pytest.raises(ArtifactError, match="altered.*config.json"):
         open_store(copy)
+
+
+def test_another_tokenizer_is_found_too(copy):
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
+    with pytest.raises(ArtifactError, match="altered.*tokenizer.json"):
+        open_store(copy)
+
+
+def test_a_pack_is_not_packed_again(whole, tmp_path):
+    with pytest.raises(ParameterError, match="this is a pack already.*pack the checkpoint"):
+        write_pack(whole, tmp_path / "again")
+    with pytest.raises(ParameterError, match="kept for unfinished packs"):
+        write_pack(whole, tmp_path / "again.partial")
+
+
+def test_the_engine_compares_every_read_of_a_pack(copy):
+    file = copy / "experts-000.bin"
+    data = bytearray(file.read_bytes())
+    data[3::4096] = bytes(byte ^ 0x40 for byte in data[3::4096])
+    file.write_bytes(data)
+    with (
+        StreamingEngine.load(copy, EngineOptions(cache_bytes=1 << 24)) as engine,
+        pytest.raises(StoreError, match="not those that were packed"),
+    ):
+        list(engine.stream_tokens([5, 6, 7], max_tokens=3))
+    weights = copy / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ArtifactError, match="altered.*model.safetensors"):
+        StreamingEngine.load(copy, EngineOptions(cache_bytes=1 << 24))
 
 
 def test_other_weights_are_found_when_asked(copy):
@@ -399,6 +430,6 @@ def test_the_manifest_names_no_place_and_no_time(model, whole):
     text = (whole / "pack.json").read_text()
     assert str(model) not in text and str(whole.parent) not in text
     assert set(json.loads(text)) == {
-        "version", "moelab", "model", "precision", "experts", "layers", "absent", "quantised", "weights", "config",
+        "version", "moelab", "model", "precision", "experts", "layers", "absent", "quantised", "weights", "copied",
             "seal",
     }  # fmt: skip
