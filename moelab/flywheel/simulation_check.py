@@ -12,21 +12,23 @@ them: on a machine with more work than cores that is milliseconds, and the simul
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import artifacts, models
-from ..streaming import EngineOptions, StreamingEngine, VirtualDevice, open_store
-from ..streaming.issuing import Issuer
+from ..streaming.device import VirtualDevice
 from ..streaming.oracle import Oracle
 from ..streaming.passes import Passes
-from ..streaming.validation import Recording, device_of, record, resimulate, wake_late_s
 from . import stage
 from .capture import CaptureOptions, capture
 from .engine import opened
 from .observations import Records
 from .simulation import SimulationOptions
+
+if TYPE_CHECKING:
+    from ..streaming import StreamingEngine
+    from ..streaming.validation import Recording
 
 RESULT = "check.json"
 PROMPT = 16
@@ -77,6 +79,9 @@ def runs(model: str, tokens: list[int]) -> list[dict[str, Any]]:
 
 
 def _runs(model: str, tokens: list[int]) -> list[dict[str, Any]]:
+    from ..streaming.issuing import Issuer
+    from ..streaming.validation import device_of, record
+
     prompt, rest = tokens[:PROMPT], tokens[PROMPT:]
     rows = []
     with _engine(model, None) as engine:
@@ -102,6 +107,8 @@ def _runs(model: str, tokens: list[int]) -> list[dict[str, Any]]:
 
 def _engine(model: str, device: VirtualDevice | None) -> StreamingEngine:
     """A fresh engine, so that its cache begins empty as the simulated one does."""
+    from ..streaming import EngineOptions, StreamingEngine, open_store
+
     path = models.find(models.split_budget(model)[0])
     with open_store(path) as store:
         total = sum(store.experts * layout.slot_bytes for layout in store.layouts)
@@ -111,6 +118,8 @@ def _engine(model: str, device: VirtualDevice | None) -> StreamingEngine:
 def _row(
     store: str, prediction: str, engine: StreamingEngine, real: Recording, device: VirtualDevice, **predicted: Any
 ) -> dict[str, Any]:
+    from ..streaming.validation import resimulate, wake_late_s
+
     got, late_s = resimulate(engine, real, device, **predicted), wake_late_s()
     used = int(got.used[1:].sum())
     return {

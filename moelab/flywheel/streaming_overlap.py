@@ -1,10 +1,11 @@
 """How much of its reading a token can hide: the engine on a throttled store, arms by turns, simulated beside measured.
 
-Prefetch reads no fewer bytes. It can at most put a token's reads under its computing, so a token of compute C and
-reads D takes max(C, D) instead of C + D: the *bound*. What an arm wins of that is its *share of the possible*,
-(T_off - T) / (T_off - T_bound). The arms all have a perfect oracle, so they differ in one thing: when a prediction is
-issued. `in_forward` issues inside the pass, one or two layers ahead; at the end of a pass `async_boundary` issues for
-the whole next pass and goes on, `step_boundary` also waits until all of it has been read.
+Reading early reads no fewer bytes. It can at most put a token's reads under its computing, so a token of compute C and
+reads D takes max(C, D) instead of C + D: the *bound*, with the bytes of `off`. (Predictions also protect residents from
+eviction: an arm that so reads fewer bytes than `off` may beat it, and its share exceed 1.) What an arm wins is its
+*share of the possible*, (T_off - T) / (T_off - T_bound). The arms all have a perfect oracle, so they differ in one
+thing: when a prediction is issued. `in_forward` issues inside the pass, one or two layers ahead; at the end of a pass
+`async_boundary` issues for the whole next pass and goes on, `step_boundary` also waits until all of it has been read.
 
 The embedded models' experts are tiny, so the store is slowed to a declared disk on which the misses of a token take
 ½, 1 or 2 times its compute. Each arm has an engine, and so a cache, of its own; arms take turns, each after a first
