@@ -66,13 +66,15 @@ class StreamingSwitch(nn.Module):
             self._forward.wait(demand)
             return self.inner(x, mx.array(demand.slots[position]))
         # One token whose experts are there at different times: compute what is there while the rest is read.
-        row, parts, order = position.reshape(-1), [], np.zeros(0, np.int64)
+        # Lists, not arrays: for K numbers numpy's set functions take longer than all the rest.
+        row, parts, order = position.reshape(-1).tolist(), [], []
         while len(order) < len(row):
-            ready = np.setdiff1d(np.flatnonzero(demand.slots[row] >= 0), order)
-            if len(ready):
-                slots = demand.slots[row[ready]].reshape(*position.shape[:-1], -1)
-                parts.append(self.inner(x, mx.array(slots)))
-                order = np.concatenate([order, ready])
+            slots = demand.slots.tolist()
+            ready = [at for at, expert in enumerate(row) if slots[expert] >= 0 and at not in order]
+            if ready:
+                here = np.array([slots[row[at]] for at in ready], np.int32).reshape(*position.shape[:-1], -1)
+                parts.append(self.inner(x, mx.array(here)))
+                order += ready
             if demand.waiting:
                 mx.async_eval(*parts[-1:])
                 half = 0 if self._small(demand) else len(demand.waiting) // 2
