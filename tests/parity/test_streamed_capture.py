@@ -143,5 +143,5 @@ def test_a_pack_that_lost_precision_or_was_altered_is_not(tmp_path):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with streamed(tmp_path / "pack", cycles=1) as loaded, pytest.raises(ArtifactError, match="altered"):
-        _ = loaded.digests
+    with pytest.raises(ArtifactError, match="altered"), streamed(tmp_path / "pack", cycles=1):
+        pass
