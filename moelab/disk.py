@@ -32,7 +32,7 @@ import numpy as np
 
 from .errors import ContractError, RecordError
 
-__all__ = ["DiskCell", "DiskProfile", "declared", "measure"]
+__all__ = ["DiskCell", "DiskProfile", "declared", "device_bytes", "measure"]
 
 METHODS = ("o_direct", "f_nocache", "buffered", "declared")
 SIZES = (256 * 1024, 1 << 20, 4 << 20)
@@ -241,7 +241,7 @@ def _open_uncached(path: str) -> tuple[int, str]:
 def _measure_open(fd, method, sizes, depths, file_bytes, seconds, repeats, rng) -> DiskProfile:
     times = {(s, d): [] for s in sizes for d in depths}
     rates = {key: [] for key in times}
-    before, asked = _device_bytes(), 0
+    before, asked = device_bytes(), 0
     with ThreadPoolExecutor(max(depths)) as pool:
         for _ in range(repeats):
             for size, depth in times:
@@ -251,7 +251,7 @@ def _measure_open(fd, method, sizes, depths, file_bytes, seconds, repeats, rng) 
                 times[size, depth] += took
                 rates[size, depth].append(len(took) * size / wall / 1e6)
                 asked += len(took) * size
-    after = _device_bytes()
+    after = device_bytes()
     cells = []
     for (size, depth), took in times.items():
         (ms, ms_spread), (rate, rate_spread) = _middle([1e3 * t for t in took]), _middle(rates[size, depth])
@@ -310,8 +310,8 @@ def _read_fully(fd: int, buffer: mmap.mmap, place: int) -> None:
         view.release()
 
 
-def _device_bytes() -> int | None:
-    """Bytes that this process caused to be fetched from a device; None where the system does not say."""
+def device_bytes() -> int | None:
+    """Bytes that this process made a device deliver, page cache fills included; None where the system is silent."""
     try:
         lines = Path("/proc/self/io").read_text().split("\n")
     except OSError:

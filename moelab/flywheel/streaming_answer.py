@@ -5,7 +5,6 @@ The first token is left out: it belongs to the prompt. Times are seconds, sizes 
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from ..streaming import Issuer, StreamingEngine
     from ..streaming.forward import Forward
 
-__all__ = ["Recorder", "Run", "Stamp", "answer", "synchronisation_s"]
+__all__ = ["Recorder", "Run", "Stamp", "answer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,16 +102,3 @@ def answer(engine: StreamingEngine, prompt: Sequence[int], tokens: int, issuer: 
         (engine.store.physical_bytes - read) / counted,
         {name: column.reshape(counted, layers) for name, column in last.items()},
     )
-
-
-def synchronisation_s(n: int = 200) -> float:
-    """Median time of evaluating the smallest possible graph: what each forced `mx.eval` costs."""
-    import mlx.core as mx
-
-    times = []
-    for k in range(n):
-        small = mx.array(float(k)) + 1
-        began = time.perf_counter()
-        mx.eval(small)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[n // 4 :])

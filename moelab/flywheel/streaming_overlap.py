@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ContractError
+from ..models.runtime import synchronisation_s
 from ..routes import DECODED
 from ..streaming import (
     Cache,
@@ -41,7 +42,7 @@ from ..streaming import (
     share_of_possible,
     simulate,
 )
-from .streaming_answer import Recorder, Run, answer, synchronisation_s
+from .streaming_answer import Recorder, Run, answer
 
 __all__ = ["ARMS", "Rig", "overlap"]
 

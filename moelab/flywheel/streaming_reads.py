@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ..disk import device_bytes
 from ..errors import StoreError
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming import Cache, ExpertStore, Passes, open_store, policy
@@ -34,7 +35,7 @@ from .estimates import clustered_mean, paired_difference
 from .foresight import Opt
 from .residency import Visits, replay
 
-__all__ = ["MadeUp", "RawProbe", "amplification", "cached", "device_bytes", "replay_through", "throughput"]
+__all__ = ["MadeUp", "RawProbe", "amplification", "cached", "replay_through", "throughput"]
 
 
 class RawProbe:
@@ -184,15 +185,6 @@ def amplification(
                 }
             )  # fmt: skip
     return rows
-
-
-def device_bytes() -> int | None:
-    """Bytes that this process made a device deliver, page cache fills included; None where the system is silent."""
-    try:
-        lines = Path("/proc/self/io").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), None)
 
 
 def _forget(files: Sequence[Path]) -> None:

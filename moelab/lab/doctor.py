@@ -17,6 +17,7 @@ from typing import Any
 
 from .. import artifacts
 from ..errors import IdentityError, MoelabError
+from ..models.runtime import synchronisation_s
 
 PREFILL_TOKENS, DECODE_TOKENS, REPEATS = 256, 32, 3
 
@@ -106,7 +107,7 @@ def speed(model: str) -> dict[str, Any]:
         "identity": runtime_identity(),
         "prefill_tok_s": PREFILL_TOKENS / statistics.median(prefill() for _ in range(REPEATS)),
         "decode_tok_s": DECODE_TOKENS / statistics.median(decode() for _ in range(REPEATS)),
-        "sync_us": 1e6 * _synchronisation(mx),
+        "sync_us": 1e6 * synchronisation_s(),
         **_self_test(loaded),
     }
 
@@ -120,17 +121,6 @@ def _self_test(loaded: Any) -> dict[str, Any]:
         return {"right": False, "self_test": f"WRONG: {error}"}
     answers = f"{found['answers']} known answers right" if found["answers"] else "no known answers shipped"
     return {"right": True, "self_test": f"self-test: {answers}, kernel error {found['kernel_error']:.1g}"}
-
-
-def _synchronisation(mx: Any) -> float:
-    """Median seconds of evaluating the smallest possible graph: what each forced `mx.eval` costs."""
-    times = []
-    for k in range(300):
-        small = mx.array(float(k)) + 1
-        began = time.perf_counter()
-        mx.eval(small)
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[50:])
 
 
 def speed_line(found: dict[str, Any]) -> str:

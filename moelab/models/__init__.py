@@ -20,7 +20,7 @@ _HOMES = {
     "blocks": ("Block", "find_blocks"),
     "taps": ("Tap", "TapRecord", "FEATURES"),
     "loading": ("GateWeights", "LoadedModel", "MoEGeometry", "load", "find"),
-    "runtime": ("activate", "find_openblas", "report_progress", "run_workers", "runtime_identity"),
+    "runtime": ("activate", "find_openblas", "report_progress", "run_workers", "runtime_identity", "synchronisation_s"),
     "known_answers": ("self_test",),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}

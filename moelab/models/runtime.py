@@ -19,8 +19,10 @@ import os
 import platform
 import queue
 import shutil
+import statistics
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -154,6 +156,19 @@ def runtime_identity(precision: str = "float32", residency: str = "resident") ->
         "compile": compile_mode(),
         "residency": residency,
     }
+
+
+def synchronisation_s(n: int = 300) -> float:
+    """Median time of evaluating the smallest possible graph: what each forced `mx.eval` costs."""
+    import mlx.core as mx
+
+    times = []
+    for k in range(n):
+        small = mx.array(float(k)) + 1
+        began = time.perf_counter()
+        mx.eval(small)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[n // 6 :])
 
 
 @cache

@@ -16,11 +16,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 
-def device_bytes() -> int | None:
-    """Bytes that this process (all its threads) caused a block device to deliver; None where nobody counts."""
-    return _field("/proc/self/io", "read_bytes")
-
-
 def peak_rss() -> int | None:
     """Largest resident set of this program. Not `ru_maxrss`, which a child inherits from whoever started it."""
     kib = _field("/proc/self/status", "VmHWM")

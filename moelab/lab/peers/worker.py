@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
+from ...disk import device_bytes
 from ...files import digest_json, write_bytes
 from .arms import ARMS, Request
-from .cold import device_bytes, peak_rss
+from .cold import peak_rss
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
