@@ -46,7 +46,7 @@ from .head_recipe import HeadRecipe, head_controls, recalled, tier_of, weight_sc
 from .observations import Records
 from .snapshot import Dataset
 from .train import Examples, Recipe, fit
-from .training import labels_status
+from .training import TrainingOptions, labels_status
 
 TABLE, RANKS, HISTORY = "table.json", "ranks.safetensors", "history.json"
 FILES = {"full": "prerouter.safetensors", "shared": "prerouter_shared.safetensors"}
@@ -58,13 +58,14 @@ def train_heads(
 ) -> dict[str, Artifact]:
     """Train and judge both forms on every model: model → artefact of kind `prerouter`.
 
-    `options`: profile, models, threads and seed are read. The caller has asked Gate 0.
+    `options`: profile, models, threads and seed are read. The caller has asked Gate 0. `recipe`: None = as the
+    parameters of notebook 41 say, so that whoever asks after it finds its heads.
 
     Raises:
         GateRefusedError: labels are not exact, or heads cannot learn a few tokens by heart.
     """
     before, judged_as = upstream(options), options.upstream(BaselineOptions)
-    job = {"judged_as": judged_as, "recipe": recipe or HeadRecipe()}
+    job = {"judged_as": judged_as, "recipe": recipe or options.upstream(TrainingOptions).heads()}
     jobs = {m: {"before": before[m], **job} for m in options.models}
     return stage.run(heads_model, options, jobs, blas=judged_as.feature_blas, on_progress=on_progress)
 

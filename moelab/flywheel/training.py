@@ -39,6 +39,7 @@ from .examples import (
     regenerate,
     shifted,
 )
+from .head_recipe import HeadRecipe
 from .metrics import ranks
 from .observations import Records
 from .predictors import NearTermPredictor, PredictorIdentity
@@ -66,6 +67,27 @@ class TrainingOptions(Options):
     overfit_rank: int = param(128, "width of the trunk that learns by heart", min=1)
     override_gate0: bool = param(False, "train although Gate 0 found nothing to win")
     device: str = param("cpu", "torch device")
+    head_width: int = param(128, "width of a full prerouter head", min=1)
+    head_rank: int = param(56, "width of the trunk that shared heads have in common", min=1)
+    head_epochs: int = param(8, "passes over the training rows, full heads", min=1)
+    head_shared_epochs: int = param(12, "the same, shared heads", min=1)
+    head_overfit_tokens: int = param(128, "training tokens that heads learn by heart first", min=1)
+    head_overfit_epochs: int = param(150, "passes over them", min=1)
+
+    def own(self) -> dict[str, Any]:
+        """What the near-term predictors depend on: prerouter heads are another artefact (`heads`)."""
+        return {name: value for name, value in super().own().items() if not name.startswith("head_")}
+
+    def heads(self) -> HeadRecipe:
+        """How prerouter heads are trained."""
+        return HeadRecipe(
+            hidden=self.head_width,
+            rank=self.head_rank,
+            epochs=self.head_epochs,
+            shared_epochs=self.head_shared_epochs,
+            overfit_tokens=self.head_overfit_tokens,
+            overfit_epochs=self.head_overfit_epochs,
+        )
 
 
 def training(

@@ -5,6 +5,7 @@ is tested.
 """
 
 from .data import checks, coverage, coverage_grid, duplicates, leakage, set_sizes
+from .heads import FULL, SHARED, head_bytes, head_files, head_gains, head_history
 from .policies import (
     calibration_bins,
     calibration_signs,
@@ -82,6 +83,8 @@ from .streaming import (
 from .verdicts import contour, frame, gate_table, hit_curves, machine, reasons, systems
 
 __all__ = [
+    "FULL",
+    "SHARED",
     "across_sets",
     "budgets",
     "by_domain",
@@ -107,6 +110,10 @@ __all__ = [
     "figure",
     "frame",
     "gate_table",
+    "head_bytes",
+    "head_files",
+    "head_gains",
+    "head_history",
     "hit_curves",
     "issue_points",
     "judged",
