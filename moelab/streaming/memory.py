@@ -73,6 +73,7 @@ class ExpertMemory:
         slabs: one a pool of the cache.
         prefetch_error: the last error of a speculative read, None if there was none.
         prefetch_errors: how many there were.
+        drained_s: seconds that `drain` has waited.
         observers: told of every visit's keys and hits, with the lock held (`Prefetcher.observe`).
     """
 
@@ -90,6 +91,7 @@ class ExpertMemory:
         self.slabs = [Slab(pools[pool], cache.pool_slots[pool]) for pool in range(len(pools))]
         self.prefetch_error: BaseException | None = None
         self.prefetch_errors = 0
+        self.drained_s = 0.0
         self.observers: list[Callable[[list[int], list[bool]], None]] = []
         self._change = threading.Condition(threading.Lock())
         self._reads = 0  # in progress
@@ -219,9 +221,11 @@ class ExpertMemory:
 
     def drain(self) -> None:
         """Return when nothing is queued or in progress."""
+        began = self.clock()
         with self._change:
             while self.scheduler.pending:
                 self._change.wait(timeout=0.1)
+        self.drained_s += self.clock() - began
 
     def close(self) -> None:
         """Stop the readers; reads in progress are waited for. Safe to call twice."""
