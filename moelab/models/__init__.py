@@ -19,7 +19,8 @@ _HOMES = {
     "gates": ("NO_RESIDUAL", "REFUSED", "SUPPORTED"),
     "blocks": ("Block", "find_blocks"),
     "taps": ("Tap", "TapRecord", "FEATURES"),
-    "loading": ("GateWeights", "LoadedModel", "MoEGeometry", "load", "find"),
+    "gate_weights": ("GateWeights",),
+    "loading": ("LoadedModel", "MoEGeometry", "load", "find"),
     "runtime": ("activate", "find_openblas", "report_progress", "run_workers", "runtime_identity", "synchronisation_s"),
     "known_answers": ("self_test",),
 }

@@ -23,8 +23,9 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from ..artifacts import root
 from ..errors import GeometryError, MissingArtifactError, ParameterError, UnsupportedModelError
 from ..files import digest_file, digest_json, read_json
-from .blocks import Block, find_blocks, host
+from .blocks import Block, find_blocks
 from .families import RoutingFamily
+from .gate_weights import GateWeights, gate_weights
 from .taps import Tap, tap
 
 PRECISIONS = ("float32", "float16", "bfloat16", "stored")
@@ -47,61 +48,6 @@ class MoEGeometry:
     layer_ids: tuple[int, ...]
     expert_bytes: int
     layer_expert_bytes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class GateWeights:
-    """A gate as plain arrays, enough to apply it early: `weight f32[E,H]`, `logit_bias f32[E]` (added to the
-    logits), `bias f32[E]` (added to the scores for the choice), `expert_scale f32[E]` (multiplies weights),
-    `norm` (the norm in front of the block), `input_norm` (one that the gate applies itself)."""
-
-    weight: np.ndarray
-    bias: np.ndarray | None
-    logit_bias: np.ndarray | None
-    expert_scale: np.ndarray | None
-    norm: Norm | None
-    input_norm: Norm | None
-
-    def logits(self, block_input: np.ndarray) -> np.ndarray:
-        """`f64[..., E]` for block input `[..., H]`."""
-        if self.input_norm is not None:
-            block_input = self.input_norm(block_input)
-        out = block_input.astype(np.float64) @ self.weight.T.astype(np.float64)
-        return out if self.logit_bias is None else out + self.logit_bias
-
-
-@dataclass(frozen=True)
-class Norm:
-    """RMS or layer norm as plain arrays: `(x - mean if centred) / sqrt(mean square + epsilon) * weight + shift`."""
-
-    weight: np.ndarray
-    shift: np.ndarray
-    epsilon: float
-    centred: bool
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        x = x.astype(np.float64)
-        if self.centred:
-            x = x - x.mean(-1, keepdims=True)
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.epsilon) * self.weight + self.shift
-
-    @classmethod
-    def of(cls, module: nn.Module, width: int) -> Norm:
-        """Read a norm by what it does, since modules differ in what they store (weight, or weight - 1).
-
-        Raises:
-            UnsupportedModelError: it is neither an RMS norm nor a layer norm.
-        """
-        run = lambda x: host(module(mx.array(x, mx.float32)[None]))[0].astype(np.float64)  # noqa: E731
-        epsilon = float(module.eps)
-        signs = np.where(np.arange(width) % 2, -1.0, 1.0)  # mean 0, mean square 1 (even width)
-        up, down, unit = run(signs), run(-signs), np.sqrt(1 + epsilon)
-        probe = np.random.default_rng(0).normal(1.0, 2.0, width).astype(np.float32)
-        for centred in (False, True):
-            norm = cls((up - down) / 2 * signs * unit, (up + down) / 2, epsilon, centred)
-            if np.allclose(norm(probe), run(probe), rtol=1e-3, atol=1e-3):
-                return norm
-        raise UnsupportedModelError("not an RMS or layer norm", got=type(module).__name__)
 
 
 @dataclass
@@ -185,7 +131,7 @@ class LoadedModel:
 
     @cached_property
     def _gates(self) -> list[GateWeights]:
-        return [_gate_weights(block) for block in self.blocks]
+        return [gate_weights(block) for block in self.blocks]
 
     def gate_weights(self) -> list[GateWeights]:
         """One `GateWeights` a MoE layer, float32."""
@@ -210,19 +156,6 @@ class LoadedModel:
             low, high = free.min(-1, keepdims=True), free.max(-1, keepdims=True)
             free = np.where(masked == free, free, free - (high - low) - 1.0)
         return free.astype(np.float32)
-
-
-def _gate_weights(block: Block) -> GateWeights:
-    weight, scale = block.weight(), block.input_scale()
-    zero = np.zeros(weight.shape[1], np.float32)
-    return GateWeights(
-        weight=weight,
-        bias=block.bias(),
-        logit_bias=block.logit_bias(),
-        expert_scale=block.expert_scale(),
-        norm=None if block.norm is None else Norm.of(block.norm, weight.shape[1]),
-        input_norm=None if scale is None else Norm(host(scale), zero, block.gate.eps, False),
-    )
 
 
 def find(model: str | Path) -> Path:
@@ -260,9 +193,14 @@ def load(model: str | Path, *, precision: str = "float32", cast_experts: bool = 
     """
     if precision not in PRECISIONS:
         raise ParameterError("unknown precision", field="precision", got=precision, expected=PRECISIONS)
-    from mlx_lm.utils import load_model, load_tokenizer
+    from mlx_lm.utils import load_model
 
     path = find(model)
+    if (path / "pack.json").is_file():
+        raise UnsupportedModelError(
+            "this is a pack: its experts are read while it runs, never all at once", file=path, got="pack.json",
+            expected="a checkpoint", fix=f"streaming.StreamingEngine.load, or {path.name}@8GiB where a name is wanted",
+        )  # fmt: skip
     try:
         network, config = load_model(path, lazy=True)
     except (ValueError, KeyError, FileNotFoundError) as error:
@@ -274,8 +212,25 @@ def load(model: str | Path, *, precision: str = "float32", cast_experts: bool = 
     cast(network, precision)
     precision += widen_experts(blocks, path, allowed=cast_experts)
     mx.eval(network.parameters())
-    tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    tokenizer = tokenizer_of(path, config)
     return LoadedModel(network, tokenizer, path.resolve().name, path, precision, config, blocks, geometry)
+
+
+def tokenizer_of(path: Path, config: dict[str, Any]) -> Any:
+    """A checkpoint's tokenizer, as mlx-lm wraps it.
+
+    Raises:
+        MissingArtifactError: it has none that can be read.
+    """
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    except (OSError, ValueError, KeyError, TypeError) as error:  # transformers has an error of its own for each case
+        raise MissingArtifactError(
+            "no tokenizer here", file=path, got=str(error).splitlines()[0],
+            expected="tokenizer.json, or what the family has", fix="put the tokenizer's files beside the weights",
+        ) from error  # fmt: skip
 
 
 def cast(network: nn.Module, precision: str) -> None:

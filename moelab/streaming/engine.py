@@ -13,7 +13,7 @@ reserve is kept for attention caches and activations, and the expert cache gets 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,12 @@ from typing import Any, Self
 import mlx.core as mx
 
 from ..errors import ContractError, ParameterError
-from ..models.loading import PRECISIONS, LoadedModel, MoEGeometry
+from ..models.loading import PRECISIONS, MoEGeometry
+from ..routes import PREFILLED
 from .cache import Cache
 from .device import VirtualDevice
 from .eviction import DEFAULT, policy
+from .footprint import seen_positions
 from .forward import Forward
 from .install import hot_options, install, slots_beside
 from .memory import ExpertMemory
@@ -58,10 +60,12 @@ class EngineOptions:
         check_reads: compare the checksum of every expert that is read; None = of a pack, which has them.
         threads: reader threads beside the computing one; None = 2, or what `layer` says.
         max_inflight_bytes: bytes of reads in progress at most; None = two slots a thread, or what `layer` says.
-        reserve_bytes: of the budget, for attention caches and activations.
-        allocator_cache_bytes: freed buffers that mlx may keep for reuse.
+        reserve_bytes: of the budget, for attention caches, activations and freed buffers. Prompts are cut so that they
+            fit (`StreamingEngine.prefill_step`); a request that cannot is refused before it reads.
+        allocator_cache_bytes: freed buffers that mlx may keep for reuse; under a budget a quarter of the reserve at
+            most. `close` gives mlx its old limit back.
         below_cycle: allow a cache smaller than the experts of one token.
-        prefill_step_size: prompt tokens a pass, as in mlx-lm.
+        prefill_step_size: prompt tokens a pass, as in mlx-lm; under a budget at most.
         layer: staged slots, pins and prefill windows (`options`); None = the exact path alone.
     """
 
@@ -106,7 +110,7 @@ class StreamingEngine:
     """A streamed model, ready to generate. Made by `load`; close it, or use it as a context manager.
 
     Attributes:
-        loaded: the model as the rest of moelab knows it (`models.LoadedModel`); its switch layers stream.
+        loaded: the model as the rest of moelab knows it (`StreamedModel`); its switch layers stream.
         store, cache, scheduler, memory: the rooms below.
         forward: passes, listeners and the timeline.
         switches: the streamed layers, in the order of `loaded.blocks`.
@@ -114,7 +118,7 @@ class StreamingEngine:
         base_bytes: resident set when everything but the slots was loaded.
     """
 
-    def __init__(self, loaded: LoadedModel, memory: ExpertMemory, options: EngineOptions, base_bytes: int):
+    def __init__(self, loaded: StreamedModel, memory: ExpertMemory, options: EngineOptions, base_bytes: int):
         self.loaded, self.memory, self.options, self.base_bytes = loaded, memory, options, base_bytes
         self.store, self.cache, self.scheduler = memory.store, memory.cache, memory.scheduler
         self.forward = Forward(memory)
@@ -146,6 +150,7 @@ class StreamingEngine:
             memory = expert_memory(loaded.store, loaded.geometry, options, loaded.slots_bytes)
             undo.callback(memory.close)
             engine = cls(loaded, memory, options, loaded.base_bytes)
+            loaded.belongs_to(engine)
             undo.pop_all()
         return engine
 
@@ -171,15 +176,58 @@ class StreamingEngine:
         return stream_tokens(self, prompt, **kwargs)
 
     def run(self, tokens: mx.array, cache: list[Any], phase: int) -> mx.array:
-        """One pass of `[B,T]` tokens through the model; logits `[B,T,V]`, evaluated. `phase` as in `routes`."""
+        """One pass of `[B,T]` tokens through the model; logits `[B,T,V]`, evaluated. `phase` as in `routes`.
+
+        Raises:
+            ContractError: under a memory budget, the reserve does not hold the pass; nothing was read.
+        """
+        return self._pass(tokens, cache, phase, lambda logits: logits, tokens.shape[1])
+
+    def prefill(self, tokens: mx.array, cache: list[Any]) -> None:
+        """A pass of prompt tokens whose logits nobody wants: as in mlx-lm, they are not computed. Raises as `run`."""
+        self._pass(tokens, cache, PREFILLED, lambda _: [layer.state for layer in cache], 0)
+
+    def _pass(
+        self, tokens: mx.array, cache: list[Any], phase: int, wanted: Callable[[mx.array], Any], rows: int
+    ) -> mx.array:
+        self._require_room(tokens.shape, cache, rows)
         self.forward.begin(phase)
         try:
             logits = self.loaded.model(tokens, cache=cache)
-            self.forward.end(logits)
+            self.forward.end(wanted(logits))
         except BaseException:
             self.forward.abort()
             raise
         return logits
+
+    def prefill_step(self, prompt: int, max_tokens: int = 256, *, most: int | None = None, seen: int = 0) -> int:
+        """Tokens of a prompt that are computed at once, of a request of `prompt` tokens and as many more at most.
+
+        Without `memory_budget_bytes` it is `most`, by default `options.prefill_step_size`; under a budget that is
+        halved until attention caches and activations fit into the reserve (`footprint`). `mlx_lm.generate_step` with
+        this `prefill_step_size` runs the same shapes, and gives the same bits.
+
+        Args:
+            seen: positions that the attention cache holds already.
+
+        Raises:
+            ContractError: the reserve does not hold the request (both figures named).
+        """
+        most = self.options.prefill_step_size if most is None else most
+        if (room := self.loaded.request_bytes) is None:
+            return most
+        positions = seen + prompt + max(max_tokens, 1)
+        return self.loaded.footprint.step(room, prompt=seen + prompt, positions=positions, most=most)
+
+    def _require_room(self, shape: tuple[int, ...], cache: list[Any], rows: int) -> None:
+        if (room := self.loaded.request_bytes) is None:
+            return
+        batch, tokens = shape
+        positions = seen_positions(cache) + tokens
+        footprint = self.loaded.footprint
+        need = footprint.cache_bytes(positions, tokens) + footprint.pass_bytes(tokens, positions, rows)
+        if batch * need > room:
+            raise footprint.refusal(room, batch * need, positions)
 
     def reset(self) -> None:
         """Forget what belongs to a request. Residents stay: the cache is warm for the next one."""
@@ -189,7 +237,7 @@ class StreamingEngine:
 
     def close(self) -> None:
         self.memory.close()
-        self.store.close()
+        self.loaded.close()
 
     def __enter__(self) -> Self:
         return self

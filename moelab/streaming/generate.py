@@ -3,7 +3,8 @@
 mlx-lm's own loop builds the next token's graph while the last one is computed. Under streaming that would
 stamp one token's reads into another's time, so this loop evaluates each pass before the next begins. Chunks
 are cut where mlx-lm cuts them (all but the last prompt token in steps of `prefill_step_size`, then the
-last one alone), so that both run the same shapes and give the same tokens.
+last one alone), so that both run the same shapes and give the same tokens. Under a memory budget the steps may be
+shorter: `StreamingEngine.prefill_step` says how long they are, and mlx-lm in those steps gives the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import ParameterError
-from ..routes import DECODED, PREFILLED
+from ..routes import DECODED
+from .footprint import seen_positions
 
 if TYPE_CHECKING:
     from .engine import StreamingEngine
@@ -40,7 +42,8 @@ def stream_tokens(
 ) -> Iterator[tuple[int, mx.array]]:
     """Token ids and log-probabilities `[V]`, one decode pass each; arguments as in `mlx_lm.generate_step`.
 
-    The request is reset first (`StreamingEngine.reset`). `max_tokens=-1` has no end.
+    The request is reset first (`StreamingEngine.reset`). `max_tokens=-1` has no end. `prefill_step_size` is what is
+    computed at once at most (`StreamingEngine.prefill_step`).
 
     Raises:
         ParameterError: an empty prompt, or ids that are none.
@@ -55,12 +58,13 @@ def stream_tokens(
         raise ParameterError("no such count", field="max_tokens", got=max_tokens, expected="an int >= 1, or -1")
     engine.reset()
     cache = make_prompt_cache(engine.loaded.model, max_kv_size) if prompt_cache is None else prompt_cache
-    step, told = prefill_step_size or engine.options.prefill_step_size, prompt_progress_callback or (lambda *_: None)
+    told = prompt_progress_callback or (lambda *_: None)
+    step = engine.prefill_step(len(prompt), max_tokens, most=prefill_step_size, seen=seen_positions(cache))
     tokens, seen = mx.array(prompt), 0
     told(0, len(prompt))
     while len(prompt) - seen > 1:
         piece = tokens[seen : min(seen + step, len(prompt) - 1)]
-        engine.run(piece[None], cache, PREFILLED)
+        engine.prefill(piece[None], cache)
         seen += len(piece)
         told(seen, len(prompt))
         mx.clear_cache()

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
-from ..errors import UnsupportedModelError
+from ..errors import GeometryError, UnsupportedModelError
 from ..models.blocks import Block, find_blocks
 from ..models.loading import find
 from .pack import half_written, read_pack
+from .shards import read_header
+from .slab import TYPES
 
-__all__ = ["Skeleton", "skeleton"]
+if TYPE_CHECKING:
+    from .store import ExpertStore
+
+__all__ = ["Skeleton", "check_layouts", "drop_experts", "skeleton"]
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,16 @@ def skeleton(model: str | Path) -> Skeleton:
 
     Raises:
         MissingArtifactError: nothing to load there.
-        ArtifactError: a pack that is half written, altered or of another version.
+        ArtifactError: a pack that is half written, altered or of another version; a weight file that is shorter or
+            longer than its header says.
         UnsupportedModelError: mlx-lm cannot read this layout (unmatched keys listed), or no MoE layer.
     """
     if Path(model).is_dir() and half_written(Path(model)):
         read_pack(model)  # says what to do about it
     path = Path(model) if (Path(model) / "pack.json").is_file() else find(model)
     packed = (path / "pack.json").is_file()
+    for file in sorted(path.glob("model*.safetensors")):  # before mlx-lm maps them
+        read_header(file)
     classes = _pack_classes(path) if packed else _get_classes
     try:
         network, config = load_model(path, lazy=True, get_model_classes=classes)
@@ -75,6 +83,20 @@ def _pack_classes(path: Path):
         return filled, arguments
 
     return classes
+
+
+def check_layouts(frame: Skeleton, store: ExpertStore) -> None:
+    """Raise GeometryError unless the store has exactly the expert tensors that the model's layers have."""
+    for index, block in enumerate(frame.blocks):
+        wanted = {
+            name: (tuple(value.shape[1:]), value.dtype) for name, value in tree_flatten(block.switch.parameters())
+        }
+        have = {tensor.name: (tensor.shape, TYPES.get(tensor.run)) for tensor in store.layouts[index].tensors}
+        if have != wanted or store.experts != block.experts:
+            raise GeometryError(
+                "the store's experts are not the model's", file=frame.path, field=f"layer {block.layer_id}",
+                got=(have, store.experts), expected=(wanted, block.experts),
+            )  # fmt: skip
 
 
 def drop_experts(blocks: list[Block]) -> None:

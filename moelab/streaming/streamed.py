@@ -22,24 +22,26 @@ from typing import TYPE_CHECKING, Any, Self
 
 import mlx.core as mx
 import psutil
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_tokenizer
 
-from ..errors import ContractError, GeometryError, ParameterError
+from ..errors import ContractError, ParameterError
 from ..files import digest_json
-from ..models.loading import LoadedModel, cast, measure, widen_experts
+from ..models.loading import LoadedModel, cast, measure, tokenizer_of, widen_experts
+from .footprint import Footprint
 from .install import slots_beside, with_top_k
 from .layer import share
 from .layerwise import LayerMajor
 from .pack import PackSource
-from .skeleton import Skeleton, drop_experts, skeleton
-from .slab import TYPES, Slab
+from .skeleton import check_layouts, drop_experts, skeleton
+from .slab import Slab
 from .store import ExpertStore, open_store
 
 if TYPE_CHECKING:
     from .engine import EngineOptions, StreamingEngine
 
 __all__ = ["StreamedModel"]
+
+BESIDE = 12 << 20
+"""Bytes of the reserve for what is neither weights nor arrays: a request's own objects, code that runs first in it."""
 
 
 @dataclass(kw_only=True)
@@ -52,17 +54,22 @@ class StreamedModel(LoadedModel):
         memory_budget_bytes: resident set of the whole process at most; None where `options` count slots.
         base_bytes: resident set when everything but slots was loaded.
         waited_s: seconds that `run` waited for reads, so far.
-        engine: the live engine inside `decoding()`, else None.
+        footprint: what requests take beside weights and slots.
+        engine: the live engine inside `decoding()` or around this model, else None.
     """
 
     store: ExpertStore
     options: EngineOptions
     memory_budget_bytes: int | None
     base_bytes: int
+    footprint: Footprint
+    allocator_cache: tuple[int, int]
+    """Freed bytes that mlx keeps for reuse at most, and what that limit was before."""
     residency: str = "streamed"
     waited_s: float = 0.0
     engine: StreamingEngine | None = None
     _turn_of: str | None = None
+    _open: bool = True
 
     @classmethod
     def load(
@@ -82,7 +89,20 @@ class StreamedModel(LoadedModel):
             raise ParameterError(
                 "a budget is bytes", field="memory_budget_bytes", got=memory_budget_bytes, expected="int > 0"
             )
-        mx.set_cache_limit(options.allocator_cache_bytes)
+        kept = options.allocator_cache_bytes
+        if memory_budget_bytes is not None:  # what mlx keeps is a part of the reserve
+            kept = min(kept, options.reserve_bytes // 4)
+        allocator_cache = kept, mx.set_cache_limit(kept)
+        try:
+            return cls._load(model, options, memory_budget_bytes, allocator_cache)
+        except BaseException:
+            mx.set_cache_limit(allocator_cache[1])
+            raise
+
+    @classmethod
+    def _load(
+        cls, model: str | Path, options: EngineOptions, memory_budget_bytes: int | None, cache: tuple[int, int]
+    ) -> Self:
         frame = skeleton(model)
         if options.layer is not None and options.layer.top_k is not None:
             frame = with_top_k(frame, options.layer.top_k)
@@ -97,15 +117,16 @@ class StreamedModel(LoadedModel):
             if frame.packed:
                 PackSource(frame.path, options.precision).verify_weights()
             check_layouts(frame, store)
+            footprint = Footprint.of(frame.network, frame.blocks, frame.config)
             drop_experts(frame.blocks)
             mx.eval(frame.network.parameters())
-            tokenizer = load_tokenizer(frame.path, eos_token_ids=frame.config.get("eos_token_id"))
+            tokenizer = tokenizer_of(frame.path, frame.config)
             gc.collect()
             mx.clear_cache()
             return cls(
                 frame.network, tokenizer, frame.path.resolve().name, frame.path, options.precision, frame.config,
                 frame.blocks, geometry, store=store, options=options, memory_budget_bytes=memory_budget_bytes,
-                base_bytes=psutil.Process().memory_info().rss,
+                base_bytes=psutil.Process().memory_info().rss, footprint=footprint, allocator_cache=cache,
             )  # fmt: skip
         except BaseException:
             store.close()
@@ -142,6 +163,13 @@ class StreamedModel(LoadedModel):
         return self.options.layer.cache_slots * slot + slots_beside(self.options.layer, self.store)
 
     @property
+    def request_bytes(self) -> int | None:
+        """Of the reserve, what attention caches and activations may take; None without a budget of the process."""
+        if self.memory_budget_bytes is None:
+            return None
+        return max(0, self.options.reserve_bytes - self.allocator_cache[0] - BESIDE)
+
+    @property
     def cycle_bytes(self) -> int:
         """Slots for the experts of one token: the least for decoding."""
         return self.geometry.top_k * sum(layout.slot_bytes for layout in self.store.layouts)
@@ -171,7 +199,10 @@ class StreamedModel(LoadedModel):
     def _turn(self, name: str) -> Iterator[None]:
         """The memory for one use at a time; afterwards the switch layers are bare again and the memory is free."""
         if self._turn_of is not None:
-            raise ContractError("the memory is in use", field="turn", got=self._turn_of, expected=f"none before {name}")
+            raise ContractError(
+                "the memory is in use", field="turn", got=self._turn_of, expected=f"none before {name}",
+                fix="end that first; a live engine is closed, and `StreamedModel.load` makes a model of its own",
+            )  # fmt: skip
         switches, self._turn_of = [block.switch for block in self.blocks], name
         try:
             yield
@@ -243,8 +274,16 @@ class StreamedModel(LoadedModel):
             share(self.blocks[layer].switch, slab.arrays)
             yield
 
+    def belongs_to(self, engine: StreamingEngine) -> None:
+        """An engine runs this model until that is closed: no other turn can begin."""
+        self.engine, self._turn_of = engine, "a live engine"
+
     def close(self) -> None:
+        """Close the store, and give mlx the limit of its cache that it had before."""
         self.store.close()
+        if self._open:
+            self._open = False
+            mx.set_cache_limit(self.allocator_cache[1])
 
     def __enter__(self) -> Self:
         return self
@@ -261,17 +300,3 @@ def room(memory_budget_bytes: int, base: int, reserve: int) -> int:
             expected=f"> {base} (process without experts) + {reserve} (reserve)",
         )  # fmt: skip
     return memory_budget_bytes - base - reserve
-
-
-def check_layouts(frame: Skeleton, store: ExpertStore) -> None:
-    """Raise GeometryError unless the store has exactly the expert tensors that the model's layers have."""
-    for index, block in enumerate(frame.blocks):
-        wanted = {
-            name: (tuple(value.shape[1:]), value.dtype) for name, value in tree_flatten(block.switch.parameters())
-        }
-        have = {tensor.name: (tensor.shape, TYPES.get(tensor.run)) for tensor in store.layouts[index].tensors}
-        if have != wanted or store.experts != block.experts:
-            raise GeometryError(
-                "the store's experts are not the model's", file=frame.path, field=f"layer {block.layer_id}",
-                got=(have, store.experts), expected=(wanted, block.experts),
-            )  # fmt: skip

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from routing_oracle import GROUPED_INF, RULES, route
 
 from moelab.models import NO_RESIDUAL, find_blocks, tiny
-from moelab.models.loading import Norm
+from moelab.models.gate_weights import Norm
 from moelab.models.taps import tap
 
 TOKENS = np.random.default_rng(5).integers(0, 256, 96)

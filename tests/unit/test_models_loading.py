@@ -251,7 +251,7 @@ def test_a_switch_layer_without_a_gate_is_refused():
 
 
 def test_a_norm_of_another_kind_is_refused():
-    from moelab.models.loading import Norm
+    from moelab.models.gate_weights import Norm
 
     class Odd(nn.RMSNorm):
         def __call__(self, x):
