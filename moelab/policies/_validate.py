@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +21,8 @@ def check_tensor(name: str, value: object, shape: tuple[int | str, ...], dtypes=
     """
     if not isinstance(value, Tensor):
         raise PolicyError(f"{name} is not a tensor", field=name, got=type(value).__name__, expected="torch.Tensor")
+    if value.shape == shape and value.dtype in dtypes:
+        return value
     fixed = shape[:-1] if shape[-1:] == ("...",) else shape
     fits = len(value.shape) == len(fixed) if fixed == shape else len(value.shape) >= len(fixed)
     if not fits or any(isinstance(want, int) and want != have for want, have in zip(fixed, value.shape, strict=False)):
@@ -49,19 +50,12 @@ def check_finite(name: str, value: Tensor) -> Tensor:
 
 def check_ids(expert_ids: Sequence[str]) -> tuple[str, ...]:
     """Refuse ids that are not distinct non-empty strings; returns them as a tuple."""
+    if _passed.get(id(expert_ids)) is expert_ids:  # a bank's ids are the same at every call
+        return expert_ids
     if isinstance(expert_ids, str) or not isinstance(expert_ids, Sequence):
         got = type(expert_ids).__name__
         raise PolicyError("expert_ids is not a sequence of ids", field="expert_ids", got=got, expected="tuple of str")
     ids = tuple(expert_ids)
-    try:
-        return _distinct_ids(ids)
-    except TypeError:  # an id that cannot be hashed is no string
-        return _distinct_ids.__wrapped__(ids)
-
-
-@lru_cache(maxsize=256)
-def _distinct_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
-    """The ids, checked; a bank's ids are the same at every call."""
     for position, name in enumerate(ids):
         if not isinstance(name, str) or not name:
             expected = "a non-empty string"
@@ -69,15 +63,36 @@ def _distinct_ids(ids: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(ids)) != len(ids):
         twice = next(name for name in ids if ids.count(name) > 1)
         raise PolicyError("expert_ids repeats an id", field="expert_ids", got=twice, expected="distinct ids")
+    if len(_passed) >= 64:
+        _passed.clear()
+    _passed[id(ids)] = ids
     return ids
 
 
-def check_scores(scores: Tensor, expert_ids: Sequence[str], name: str = "scores") -> tuple[str, ...]:
-    """Refuse scores that are not finite floats `[B, T, N]` for these N ids; returns the ids."""
+_passed: dict[int, tuple[str, ...]] = {}
+"""Tuples of ids that were checked, by where they lie; held, so that no other can come to lie there."""
+
+
+def check_scores(
+    scores: Tensor,
+    expert_ids: Sequence[str],
+    *,
+    name: str = "scores",
+    tokens: tuple[int | str, int | str] = ("B", "T"),
+) -> tuple[tuple[str, ...], list[float] | None]:
+    """Refuse scores that are not finite floats `[B, T, N]` for these N ids.
+
+    Returns the ids, and of a single token, as in decode, the scores as plain numbers.
+    """
     ids = check_ids(expert_ids)
-    check_tensor(name, scores, ("B", "T", len(ids)))
-    check_finite(name, scores)
-    return ids
+    check_tensor(name, scores, (*tokens, len(ids)))
+    if not scores.shape[0] == 1 == scores.shape[1]:
+        check_finite(name, scores)
+        return ids, None
+    ((row,),) = scores.tolist()
+    if not math.isfinite(sum(row)):
+        check_finite(name, scores)
+    return ids, row
 
 
 def check_number(name: str, value: object, *, least: float) -> float:

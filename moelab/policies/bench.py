@@ -9,24 +9,39 @@ range) in seconds.
     dense       every specialist on every token, then a choice
     batched     one batched matrix product a projection over as many (token, specialist) rows as
                 dispatch runs, gathered beforehand and split evenly: the least that any dispatch costs
-    route       selection and capacity, timed inside the runs of `grouped`: by themselves, in a loop, they would be
-                warmer than dispatch ever finds them. `share` is the part of the same run that they take
+    route       `SparseDispatcher.route`: selection and capacity, checks included, timed inside the runs of `grouped`:
+                by themselves, in a loop, they would be warmer than dispatch ever finds them. `share` is the part of
+                the same run that they take
 
 One token is another token every round, as in decode: its specialists' weights come from memory.
+
+    python -m moelab.policies.bench --experts 8 64 256 --tokens 1 4096
+
+times dispatch with every selection policy and prints what part of it routing takes.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import torch
 from torch import Tensor, nn
 
+from moelab.policies.capacity import OverflowToAnchorCapacity
+from moelab.policies.compatibility import CompatibilityIndex, CompatibilityTop2Selection
 from moelab.policies.dispatch import SparseDispatcher
+from moelab.policies.hierarchy import HierarchicalSelection
+from moelab.policies.selection import (
+    AdaptiveTop1Top2Selection,
+    AnchoredTop1Selection,
+    AnchorVetoTop2Selection,
+    DynamicKSelection,
+)
 
 ONE_TOKEN_BATCHES = 64
 
@@ -40,18 +55,22 @@ class Timing:
     spread: float
 
 
-class Timed:
-    """A callable, and the `seconds` that its calls have taken together."""
+def names(experts: int) -> tuple[str, ...]:
+    """`[N]` ids of the specialists that are timed."""
+    return tuple(f"specialist:{n}" for n in range(experts))
 
-    def __init__(self, call: Callable):
-        self.call, self.seconds = call, 0.0
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        start = time.perf_counter()
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            self.seconds += time.perf_counter() - start
+def dispatchers(experts: int) -> dict[str, SparseDispatcher]:
+    """Every selection policy over so many specialists (four packages, four groups), with its capacity policy."""
+    ids, quarters = names(experts), [4 * n // experts for n in range(experts)]
+    return {
+        "anchored top-1": SparseDispatcher(AnchoredTop1Selection(), OverflowToAnchorCapacity()),
+        "anchor-veto top-2": SparseDispatcher(AnchorVetoTop2Selection()),
+        "adaptive top-1/2": SparseDispatcher(AdaptiveTop1Top2Selection()),
+        "dynamic-4": SparseDispatcher(DynamicKSelection(4)),
+        "hierarchical top-2": SparseDispatcher(HierarchicalSelection([quarters.count(q) for q in range(4)])),
+        "compatible top-2": SparseDispatcher(CompatibilityTop2Selection(CompatibilityIndex.from_groups(ids, quarters))),
+    }
 
 
 def make_mlp(hidden: int, intermediate: int) -> nn.Sequential:
@@ -94,36 +113,31 @@ def time_dispatch(
     states = torch.randn(batches, tokens, hidden, generator=generator)
     scores = torch.rand(batches, tokens, experts, generator=generator) - 0.25
     availability = torch.arange(experts) % 8 != 7
-    ids = tuple(f"specialist:{n}" for n in range(experts))
+    ids = names(experts)
     anchor, bank = make_mlp(hidden, intermediate), [make_mlp(hidden, intermediate) for _ in ids]
 
-    timed = Timed(dispatcher.selection), Timed(dispatcher.capacity)
-    observed = replace(dispatcher, selection=timed[0], capacity=timed[1])
     turn, inside, shares = count(), [], []
 
-    def grouped() -> None:
-        batch, before = next(turn) % batches, sum(part.seconds for part in timed)
-        start = time.perf_counter()
-        dispatch(observed, slice(batch, batch + 1), slice(None))
+    def dispatch(batch: slice, part: slice) -> float:
+        """Seconds that routing took."""
+        hidden, start = states[batch, part], time.perf_counter()
+        routes = dispatcher.route(
+            scores[batch, part], tokens=hidden.shape[:2], expert_ids=ids, expert_availability=availability
+        )
         took = time.perf_counter() - start
-        inside.append(sum(part.seconds for part in timed) - before)
-        shares.append(inside[-1] / took)
+        dispatcher.execute(routes, hidden, anchor_mlp=anchor, experts=bank)
+        return took
 
-    def dispatch(by: SparseDispatcher, batch: slice, part: slice) -> Tensor:
-        return by.dispatch(
-            states[batch, part],
-            expert_scores=scores[batch, part],
-            expert_ids=ids,
-            anchor_mlp=anchor,
-            experts=bank,
-            expert_availability=availability,
-        ).output
+    def grouped() -> None:
+        batch, start = next(turn) % batches, time.perf_counter()
+        inside.append(dispatch(slice(batch, batch + 1), slice(None)))
+        shares.append(inside[-1] / (time.perf_counter() - start))
 
     def dense() -> Tensor:
         return torch.stack([mlp(states[:1]) for mlp in (anchor, *bank)])
 
-    asked = dispatcher.selection(scores[:1], expert_ids=ids)
-    rows = int(dispatcher.capacity(asked, expert_availability=availability).effective_routes.slot_mask.sum())
+    routes = dispatcher.route(scores[:1], expert_ids=ids, expert_availability=availability).effective_routes
+    rows = int(routes.slot_mask.sum())
     used = max(1, min(rows, int(availability.sum())))
     gathered = torch.randn(used, max(1, rows // used), hidden, generator=generator)
     (up, up_bias), (down, down_bias) = (
@@ -139,7 +153,7 @@ def time_dispatch(
 
     every = {
         "grouped": grouped,
-        "loop": lambda: [dispatch(dispatcher, slice(0, 1), slice(token, token + 1)) for token in range(tokens)],
+        "loop": lambda: [dispatch(slice(0, 1), slice(token, token + 1)) for token in range(tokens)],
         "dense": dense,
         "batched": batched,
     }
@@ -152,3 +166,31 @@ def time_dispatch(
 def _timing(values: list[float]) -> Timing:
     first, median, third = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return Timing(len(values), median, third - first)
+
+
+def main() -> None:
+    """Print the share of routing for every policy."""
+    parser = argparse.ArgumentParser(prog="python -m moelab.policies.bench", description="What routing costs.")
+    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4096])
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5, help="of many tokens; of one token forty times as many")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    for experts in given.experts:
+        for tokens in given.tokens:
+            for name, dispatcher in dispatchers(experts).items():
+                found = time_dispatch(
+                    experts=experts, tokens=tokens, hidden=given.hidden, intermediate=2 * given.hidden,
+                    rounds=given.rounds * (40 if tokens == 1 else 1), arms=("grouped",), dispatcher=dispatcher,
+                )  # fmt: skip
+                route, grouped = (found[arm].median * 1e6 for arm in ("route", "grouped"))
+                print(
+                    f"{experts:4} specialists {tokens:5} tokens  {name:20} route {route:9.1f} us of {grouped:10.1f} us,"
+                    f" share {found['share'].median:.3f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

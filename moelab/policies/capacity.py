@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moelab.errors import PolicyError
 from moelab.policies._validate import check_tensor
-from moelab.policies.decisions import CapacityResult, Decision, Top1Decision
+from moelab.policies.decisions import CapacityResult, Decision, Top1Decision, one_token
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,12 @@ class Capacity:
         self.check_decision(decision)
         if expert_availability is None:
             return CapacityResult(decision, decision)
-        available = slot_availability(decision, expert_availability)
-        if available.all():  # nothing to take
-            return CapacityResult(decision, decision)
-        return CapacityResult(decision, keep_slots(decision, decision.slot_mask & available))
+        check_availability(decision, expert_availability)
+        if one_token(decision.selected_indices):
+            routes = keep_in_one(decision, expert_availability.flatten().tolist())
+        else:
+            routes = keep(decision, slot_availability(decision, expert_availability))
+        return CapacityResult(decision, routes)
 
     def check_decision(self, decision: Decision) -> None:
         """Refuse a decision that this policy has no rule for."""
@@ -51,8 +53,8 @@ class OverflowToAnchorCapacity(Capacity):
     """Top-1: an unavailable specialist's token goes to the anchor, never to the runner-up."""
 
     def check_decision(self, decision: Decision) -> None:
-        super().check_decision(decision)
         if not isinstance(decision, Top1Decision):
+            super().check_decision(decision)
             got = type(decision).__name__
             raise PolicyError(
                 "decision is not top-1",
@@ -71,22 +73,40 @@ class PromoteSurvivorsCapacity(Capacity):
     """
 
 
+def check_availability(decision: Decision, expert_availability: Tensor) -> None:
+    """Refuse anything but bool `[N]` or `[B, T, N]`."""
+    tokens = decision.selected_indices.shape[:2]
+    shared = not isinstance(expert_availability, Tensor) or expert_availability.dim() == 1
+    shape = (len(decision.expert_ids),) if shared else (*tokens, len(decision.expert_ids))
+    check_tensor("expert_availability", expert_availability, shape, dtypes=(torch.bool,))
+
+
 def slot_availability(decision: Decision, expert_availability: Tensor) -> Tensor:
     """`[B, T, S]` True where the candidate of a slot is available; the anchor always is."""
-    indices, experts = decision.slot_indices, len(decision.expert_ids)
-    if not isinstance(expert_availability, Tensor) or expert_availability.dim() == 1:
-        shape: tuple[int, ...] = (experts,)
-    else:
-        shape = (*indices.shape[:2], experts)
-    check_tensor("expert_availability", expert_availability, shape, dtypes=(torch.bool,))
     available = torch.nn.functional.pad(expert_availability, (1, 0), value=True)
+    indices = decision.slot_indices
     return available.take(indices) if available.dim() == 1 else available.gather(-1, indices)
 
 
-def keep_slots(decision: Decision, kept: Tensor) -> Decision:
-    """The decision with only those slots, moved up to the front; kept: `[B, T, S]`."""
+def keep(decision: Decision, available: Tensor) -> Decision:
+    """The decision with only the available slots `[B, T, S]`, moved up to the front."""
+    if available.all():  # nothing to take
+        return decision
+    kept = decision.slot_mask & available
     order = (~kept).sort(dim=-1, stable=True).indices
     indices = decision.slot_indices.where(kept, 0).gather(-1, order)
     scores = decision.slot_scores.where(kept, 0).gather(-1, order)
     shape = decision.selected_indices.shape
+    return replace(decision, selected_indices=indices.view(shape), selected_scores=scores.view(shape))
+
+
+def keep_in_one(decision: Decision, available: list[bool]) -> Decision:
+    """The same for a single token, in plain numbers; available: `[N]`."""
+    chosen = decision.selected_indices.flatten().tolist()
+    if all(candidate == 0 or available[candidate - 1] for candidate in chosen):
+        return decision
+    kept = [slot for slot, candidate in enumerate(chosen) if candidate and available[candidate - 1]]
+    lost, shape = len(chosen) - len(kept), decision.selected_indices.shape
+    indices = torch.tensor([chosen[slot] for slot in kept] + [0] * lost, device=decision.selected_indices.device)
+    scores = torch.nn.functional.pad(decision.selected_scores.flatten()[kept], (0, lost))
     return replace(decision, selected_indices=indices.view(shape), selected_scores=scores.view(shape))

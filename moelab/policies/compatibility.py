@@ -5,25 +5,32 @@ pairs that may run together, and the policy searches those alone: among the pair
 both strictly positive it runs the one with the largest sum, equal sums by append order of the pair.
 With no such pair the token goes to the anchor, even when two incompatible specialists score higher.
 
-In the shape descriptions, `B` is the batch, `T` the tokens, `N` the specialists and `M` the pairs.
+The pairs of a bank of N may be half of N^2, but they come in *cliques*, groups in which every two may run
+together, and the best pair of a clique is its two best members. So the pairs are covered by cliques once, and
+what is searched for a token is the best pair of each.
+
+In the shape descriptions, `B` is the batch, `T` the tokens, `N` the specialists, `M` the pairs and `C` the
+cliques of `L` members.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
+from functools import cached_property
+from itertools import combinations, groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
 from moelab.policies._validate import check_ids
-from moelab.policies.decisions import rank, with_anchor
+from moelab.policies.decisions import rank
 from moelab.policies.selection import Selection
 
-# Pair values held at once, so that one group of many specialists does not exhaust memory.
-_VALUES_AT_ONCE = 1 << 22
+# Scores held at once, so that overlapping cliques of many specialists do not exhaust memory.
+_SCORES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,28 @@ class CompatibilityIndex:
     def size(self) -> int:
         """N."""
         return len(self.expert_ids)
+
+    @cached_property
+    def cliques(self) -> tuple[tuple[int, ...], ...]:
+        """`[C]` of ascending positions, the shortest first: every pair lies in one, and each holds only pairs."""
+        beside = [set() for _ in range(self.size)]
+        for i, j in self.pairs:
+            beside[i].add(j)
+        covered, found = set(), []
+        for pair in self.pairs:
+            if pair not in covered:
+                clique, common = list(pair), beside[pair[0]] & beside[pair[1]]
+                while common:
+                    clique.append(min(common))
+                    common &= beside[clique[-1]]
+                covered.update(combinations(clique, 2))
+                found.append(tuple(clique))
+        return tuple(sorted(found, key=len))
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, ...]:
+        """The same as candidates, `[C, L]` i64 for every length."""
+        return tuple(torch.tensor([*some]) + 1 for _, some in groupby(self.cliques, key=len))
 
     @classmethod
     def from_groups(cls, expert_ids: Sequence[str], groups: Sequence[Hashable]) -> CompatibilityIndex:
@@ -86,19 +115,37 @@ class CompatibilityTop2Selection(Selection):
             )
 
     def choose(self, bank: Tensor) -> Tensor:
-        # The pairs are the candidates of a bank of their own, again with the anchor first, at 0.
-        pairs = torch.tensor(((-1, -1), *self.index.pairs), device=bank.device) + 1
-        rows = bank.flatten(0, 1).split(max(1, _VALUES_AT_ONCE // len(pairs)))
-        best = torch.cat([rank(with_anchor(pair_values(part, pairs[1:])), 1) for part in rows])
-        pair = pairs[best.view(bank.shape[:2])]
-        first, second = bank.gather(-1, pair).unbind(-1)
-        return torch.where((second > first).unsqueeze(-1), pair.flip(-1), pair)
+        rows = bank.flatten(0, 1)
+        parts = rows.split(max(1, _SCORES_AT_ONCE // max(1, sum(map(len, self.index.cliques)))))
+        return torch.cat([self._best_pairs(part) for part in parts]).view(*bank.shape[:2], 2)
 
+    def _best_pairs(self, rows: Tensor) -> Tensor:
+        """`[R, N + 1]` bank rows to `[R, 2]` candidates."""
+        # The anchor twice, of value 0, is what any pair of two positive scores beats.
+        pairs, values = [rows.new_zeros(len(rows), 1, 2, dtype=torch.int64)], [rows.new_zeros(len(rows), 1)]
+        for table in self.index.tables:
+            members = table.to(rows.device)
+            scores = rows[:, members]
+            two = rank(scores, 2)
+            first, second = scores.gather(-1, two).double().unbind(-1)
+            pairs.append(members.expand_as(scores).gather(-1, two))
+            # In float64, where the sum of two float32 scores of like size is exact, so that only real ties tie.
+            values.append((first + second).where(second > 0, -torch.inf))
+        pair, value = torch.cat(pairs, 1), torch.cat(values, 1)
+        order = pair.amin(-1) * rows.shape[-1] + pair.amax(-1)
+        order = order.where(value == value.amax(-1, keepdim=True), rows.shape[-1] ** 2)
+        return pair.gather(1, order.argmin(-1)[:, None, None].expand(-1, 1, 2)).squeeze(1)
 
-def pair_values(bank: Tensor, pairs: Tensor) -> Tensor:
-    """`[R, N + 1]` bank rows to `[R, M]` values, minus infinity where a score is not positive.
-
-    In float64, where the sum of two float32 scores of like size is exact, so that only real ties tie.
-    """
-    first, second = (bank[:, column].double() for column in pairs.unbind(-1))
-    return (first + second).masked_fill((first <= 0) | (second <= 0), -torch.inf)
+    def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
+        best, found = 0.0, (0, 0)
+        for clique in self.index.cliques:
+            scores = [row[i] for i in clique]
+            first = max(scores)
+            i = scores.index(first)
+            scores[i] = -math.inf
+            second = max(scores)
+            if second > 0 and first + second >= best:
+                pair = clique[i] + 1, clique[scores.index(second)] + 1
+                if first + second > best or sorted(pair) < sorted(found):
+                    best, found = first + second, pair
+        return list(found)

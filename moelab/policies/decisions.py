@@ -111,6 +111,11 @@ class CapacityResult:
         return self.effective_routes.route_arity
 
 
+def one_token(scores: Tensor) -> bool:
+    """Whether `[B, T, ...]` holds a single token, as in decode."""
+    return scores.shape[0] == 1 == scores.shape[1]
+
+
 def with_anchor(scores: Tensor) -> Tensor:
     """`[B, T, N]` specialist scores to the `[B, T, N + 1]` candidate bank, anchor first at 0."""
     return torch.nn.functional.pad(scores, (1, 0))

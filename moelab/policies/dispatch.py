@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moelab.policies._validate import check_ids, check_scores, check_tensor
+from moelab.policies._validate import check_scores, check_tensor
 from moelab.policies.capacity import Capacity, PromoteSurvivorsCapacity
 from moelab.policies.combination import Combination, ScoreSoftmaxCombination, weight_dtype
 from moelab.policies.decisions import CapacityResult, Decision
@@ -80,19 +80,38 @@ class SparseDispatcher:
         Raises `PolicyError` for any other argument, or an MLP whose output does not fit.
         """
         check_tensor("hidden_states", hidden_states, ("B", "T", "H"))
-        batch, tokens, _ = hidden_states.shape
-        check_tensor("expert_scores", expert_scores, (batch, tokens, len(check_ids(expert_ids))))
-        check_scores(expert_scores, expert_ids, name="expert_scores")
-        given = {} if package_scores is None else {"package_scores": package_scores}
-        decision = self.selection(expert_scores, expert_ids=expert_ids, **given)
+        capacity = self.route(
+            expert_scores,
+            tokens=hidden_states.shape[:2],
+            expert_ids=expert_ids,
+            expert_availability=expert_availability,
+            package_scores=package_scores,
+        )
         return self.execute(
-            self.capacity(decision, expert_availability=expert_availability),
+            capacity,
             hidden_states,
             anchor_mlp=anchor_mlp,
             experts=experts,
             mixture_features=mixture_features,
             token_args=token_args,
         )
+
+    def route(
+        self,
+        expert_scores: Tensor,
+        *,
+        tokens: tuple[int | str, int | str] = ("B", "T"),
+        expert_ids: Sequence[str],
+        expert_availability: Tensor | None = None,
+        package_scores: Tensor | None = None,
+    ) -> CapacityResult:
+        """Decide what runs and run nothing: selection, then capacity. `execute` takes the result.
+
+        tokens: (B, T) that the scores must have; the other arguments are those of `dispatch`.
+        """
+        ids, row = check_scores(expert_scores, expert_ids, name="expert_scores", tokens=tokens)
+        decision = self.selection.select(expert_scores, ids, row=row, package_scores=package_scores)
+        return self.capacity(decision, expert_availability=expert_availability)
 
     def execute(
         self,

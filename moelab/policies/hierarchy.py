@@ -17,17 +17,19 @@ packages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_choice, check_count, check_finite, check_scores, check_tensor
+from moelab.policies._validate import check_choice, check_count, check_finite, check_tensor
 from moelab.policies.decisions import Decision, TopKDecision, rank, with_anchor
-from moelab.policies.selection import AnchorVetoTop2Selection, Selection
+from moelab.policies.selection import AnchoredTop1Selection, AnchorVetoTop2Selection, Selection
 
 EVIDENCE = ("given", "max", "logsumexp")
 
@@ -74,21 +76,39 @@ class HierarchicalSelection(Selection):
                 "local is itself hierarchical", field="local", got="HierarchicalSelection", expected="a flat selection"
             )
 
-    def __call__(
-        self, scores: Tensor, *, expert_ids: Sequence[str], package_scores: Tensor | None = None
+    def select(
+        self,
+        scores: Tensor,
+        expert_ids: tuple[str, ...],
+        *,
+        row: list[float] | None = None,
+        package_scores: Tensor | None = None,
     ) -> HierarchicalDecision:
-        """Decide every token.
-
-        scores: `[B, T, N]` finite calibrated scores of the specialists.
-        expert_ids: `[N]` distinct names in append order.
-        package_scores: `[B, T, P]` finite, exactly when `package_evidence` is `"given"`.
-        """
-        ids = check_scores(scores, expert_ids)
-        self.check_experts(ids)
-        evidence = self.evidence(scores.detach(), package_scores)
-        package = rank(with_anchor(evidence), 1).squeeze(-1)
+        """Decide on checked scores; package_scores: `[B, T, P]` finite, exactly with evidence `"given"`."""
+        self.check_experts(expert_ids)
+        self.check_packages(scores, package_scores)
+        if row is not None:
+            package, chosen = self.choose_both(scores.detach(), row, package_scores)
+            package = torch.tensor([[package]], device=scores.device)
+            return self.decide_one(scores, row, chosen, expert_ids, package_indices=package)
         bank = with_anchor(scores)
-        return self.decide(bank, self.local.choose(self.inside(bank.detach(), package)), ids, package_indices=package)
+        package = rank(with_anchor(self.evidence(scores.detach(), package_scores)), 1).squeeze(-1)
+        return self.decide(
+            bank, self.local.choose(self.inside(bank.detach(), package)), expert_ids, package_indices=package
+        )
+
+    def choose_both(self, scores: Tensor, row: list[float], package_scores: Tensor | None) -> tuple[int, list[int]]:
+        """For a single token, the package and the `[S]` candidates inside it."""
+        if self.package_evidence == "max":
+            evidence = [max(row[first:stop]) for first, stop in pairwise(self.bounds)]
+        else:
+            evidence = self.evidence(scores, package_scores).flatten().tolist()
+        (package,) = AnchoredTop1Selection().choose_one(evidence, scores.dtype)
+        inside = [-math.inf] * len(row)
+        if package:
+            own = slice(*self.bounds[package - 1 : package + 1])
+            inside[own] = row[own]
+        return package, self.local.choose_one(inside, scores.dtype)
 
     def check_experts(self, expert_ids: tuple[str, ...]) -> None:
         if sum(self.package_sizes) != len(expert_ids):
@@ -98,25 +118,33 @@ class HierarchicalSelection(Selection):
             )
         self.local.check_experts(expert_ids)
 
-    def evidence(self, scores: Tensor, package_scores: Tensor | None = None) -> Tensor:
-        """`[B, T, P]` the evidence that ranks the packages."""
+    def check_packages(self, scores: Tensor, package_scores: Tensor | None) -> None:
         if (package_scores is not None) != (self.package_evidence == "given"):
             expected = "a tensor" if self.package_evidence == "given" else f"none with {self.package_evidence!r}"
             got = None if package_scores is None else type(package_scores).__name__
             raise PolicyError(
                 "package_scores do not fit the policy", field="package_scores", got=got, expected=expected
             )
-        packages = len(self.package_sizes)
         if package_scores is not None:
-            check_tensor("package_scores", package_scores, (*scores.shape[:2], packages))
-            return check_finite("package_scores", package_scores).detach()
-        if not packages:
-            return scores.new_zeros(*scores.shape[:2], 0)
+            check_tensor("package_scores", package_scores, (*scores.shape[:2], len(self.package_sizes)))
+            check_finite("package_scores", package_scores)
+
+    def evidence(self, scores: Tensor, package_scores: Tensor | None) -> Tensor:
+        """`[B, T, P]` the evidence that ranks the packages."""
+        if package_scores is not None:
+            return package_scores.detach()
+        if not self.package_sizes:
+            return scores
         parts = scores.split(self.package_sizes, dim=-1)
         if self.package_evidence == "max":
             return torch.stack([part.amax(-1) for part in parts], dim=-1)
         # In float64, so that a package of one specialist has exactly that specialist's evidence.
         return torch.stack([part.double().logsumexp(-1) for part in parts], dim=-1)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """`[P + 1]` where each package begins, and the end of the last."""
+        return tuple(accumulate(self.package_sizes, initial=0))
 
     def inside(self, bank: Tensor, package: Tensor) -> Tensor:
         """The candidate bank with every specialist outside the token's package ruled out."""

@@ -16,12 +16,14 @@ a score of 0.3 is never above a threshold of 0.3. The choice is discrete and car
 selected scores are the original ones and do.
 
 A policy is a frozen callable `policy(scores, expert_ids=...)`. Its `choose` is the bare rule over a
-candidate bank, which other policies build on. In the shape descriptions, `B` is the batch, `T` the
-tokens and `N` the specialists.
+candidate bank, which other policies build on. A single token, as in decode, is chosen for by `choose_one`
+in plain numbers: a dozen calls of a tensor library cost more there than the whole choice. In the shape
+descriptions, `B` is the batch, `T` the tokens, `N` the specialists and `S` the slots of a token.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,66 +39,136 @@ from moelab.policies.decisions import Decision, Top1Decision, TopKDecision, rank
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection policy: `choose` is the rule, the rest is common to all."""
+    """A selection policy: `choose` and `choose_one` are the rule, the rest is common to all."""
 
     decision_type: ClassVar[type[Decision]] = TopKDecision
 
-    def __call__(self, scores: Tensor, *, expert_ids: Sequence[str]) -> Decision:
+    def __call__(self, scores: Tensor, *, expert_ids: Sequence[str], package_scores: Tensor | None = None) -> Decision:
         """Decide every token.
 
         scores: `[B, T, N]` finite calibrated scores; N may be 0, and every token goes to the anchor.
         expert_ids: `[N]` distinct names in append order.
-        Raises `PolicyError` when either is anything else.
+        package_scores: for a hierarchical selection with given evidence, else None.
+        Raises `PolicyError` when one of them is anything else.
         """
-        ids = check_scores(scores, expert_ids)
-        self.check_experts(ids)
+        ids, row = check_scores(scores, expert_ids)
+        return self.select(scores, ids, row=row, package_scores=package_scores)
+
+    def select(
+        self,
+        scores: Tensor,
+        expert_ids: tuple[str, ...],
+        *,
+        row: list[float] | None = None,
+        package_scores: Tensor | None = None,
+    ) -> Decision:
+        """Decide on what `check_scores` has passed; row: `[N]` scores of a single token, else None."""
+        self.check_experts(expert_ids)
+        self.check_packages(scores, package_scores)
+        if row is not None:
+            return self.decide_one(scores, row, self.choose_one(row, scores.dtype), expert_ids)
         bank = with_anchor(scores)
-        return self.decide(bank, self.choose(bank.detach()), ids)
+        return self.decide(bank, self.choose(bank.detach()), expert_ids)
 
     def check_experts(self, expert_ids: tuple[str, ...]) -> None:
         """Refuse a bank of specialists that this policy cannot work on."""
 
+    def check_packages(self, scores: Tensor, package_scores: Tensor | None) -> None:
+        """Refuse package scores that are not what this policy needs."""
+        if package_scores is not None:
+            name, got = type(self).__name__, type(package_scores).__name__
+            raise PolicyError(f"{name} has no packages", field="package_scores", got=got, expected="None")
+
     def choose(self, bank: Tensor) -> Tensor:
-        """The rule: `[B, T, N + 1]` candidate scores to candidate indices, 0 in inactive slots.
+        """The rule: `[B, T, N + 1]` candidate scores to `[B, T, S]` candidates, 0 in inactive slots.
 
         A specialist that must not be chosen may have the score minus infinity.
         """
         raise NotImplementedError
 
+    def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
+        """The rule for a single token: `[N]` scores, of that dtype, to `[S]` candidates."""
+        raise NotImplementedError
+
     def decide(self, bank: Tensor, indices: Tensor, expert_ids: tuple[str, ...], **extra: Tensor) -> Decision:
         """Attach to the chosen indices their own scores."""
-        if indices.dim() == bank.dim():
-            scores = bank.gather(-1, indices)
-        else:
-            scores = bank.gather(-1, indices.unsqueeze(-1)).squeeze(-1)
+        scores = bank.gather(-1, indices)
+        if self.decision_type is Top1Decision:
+            indices, scores = indices.squeeze(-1), scores.squeeze(-1)
         return self.decision_type(indices, scores, expert_ids, **extra)
+
+    def decide_one(
+        self, scores: Tensor, row: list[float], chosen: list[int], expert_ids: tuple[str, ...], **extra: Tensor
+    ) -> Decision:
+        """The same for a single token."""
+        if scores.requires_grad:
+            indices = torch.tensor([[chosen]], device=scores.device)
+            return self.decide(with_anchor(scores), indices, expert_ids, **extra)
+        own = [row[k - 1] if k else 0.0 for k in chosen]
+        if self.decision_type is not Top1Decision:
+            chosen, own = [chosen], [own]
+        indices = torch.tensor([chosen], device=scores.device)
+        own = torch.tensor([own], dtype=scores.dtype, device=scores.device)
+        return self.decision_type(indices, own, expert_ids, **extra)
 
 
 @dataclass(frozen=True)
-class AnchoredTop1Selection(Selection):
+class RankedSelection(Selection):
+    """Keep of the ranking every slot whose score is above the slot's threshold.
+
+    whole: keep all slots or none.
+    """
+
+    whole: ClassVar[bool] = False
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """`[S]` what the score of each slot must exceed, in ascending order."""
+        raise NotImplementedError
+
+    def choose(self, bank: Tensor) -> Tensor:
+        limits = _limits(self.thresholds, bank.dtype, bank.device)
+        ranked = rank(bank, len(limits))
+        # Scores fall along the slots and thresholds do not, so what clears its threshold is a prefix.
+        kept = bank.gather(-1, ranked) > limits
+        return ranked * (kept[..., -1:] if self.whole else kept)
+
+    def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
+        limits, chosen = _plain_limits(self.thresholds, dtype), []
+        for limit in limits:
+            best = max(row, default=-math.inf)
+            if not best > limit:
+                break
+            chosen.append(row.index(best) + 1)
+            if len(chosen) < len(limits):
+                row = row.copy()
+                row[chosen[-1] - 1] = -math.inf
+        if self.whole and len(chosen) < len(limits):
+            chosen = []
+        return chosen + [0] * (len(limits) - len(chosen))
+
+
+@dataclass(frozen=True)
+class AnchoredTop1Selection(RankedSelection):
     """Run the best specialist if its score is strictly positive, else the anchor."""
 
     decision_type: ClassVar[type[Decision]] = Top1Decision
-
-    def choose(self, bank: Tensor) -> Tensor:
-        return rank(bank, 1).squeeze(-1)
+    thresholds: ClassVar[tuple[float, ...]] = (0.0,)
 
 
 @dataclass(frozen=True)
-class AnchorVetoTop2Selection(Selection):
+class AnchorVetoTop2Selection(RankedSelection):
     """Run the two best specialists if both scores are strictly positive, else the anchor.
 
     The anchor vetoes the pair by ranking first or second: one strong specialist is not enough.
     """
 
-    def choose(self, bank: Tensor) -> Tensor:
-        pair = rank(bank, 2)
-        # The second score is positive only where the first is.
-        return pair * (bank.gather(-1, pair[..., 1:]) > 0)
+    thresholds: ClassVar[tuple[float, ...]] = (0.0, 0.0)
+    whole: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
-class AdaptiveTop1Top2Selection(Selection):
+class AdaptiveTop1Top2Selection(RankedSelection):
     """Run no, one or two specialists, as the evidence allows.
 
     Best score not positive: the anchor. Positive: the best specialist. Second score strictly above
@@ -112,13 +184,13 @@ class AdaptiveTop1Top2Selection(Selection):
         threshold = check_number("mixture_threshold", self.mixture_threshold, least=0)
         object.__setattr__(self, "mixture_threshold", threshold)
 
-    def choose(self, bank: Tensor) -> Tensor:
-        pair = rank(bank, 2)
-        return pair * (bank.gather(-1, pair) > limits(bank, 0.0, self.mixture_threshold))
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        return (0.0, self.mixture_threshold)
 
 
 @dataclass(frozen=True)
-class DynamicKSelection(Selection):
+class DynamicKSelection(RankedSelection):
     """Run every specialist whose score is positive and above `threshold`, the best `k_max` at most.
 
     k_max: slots of a token, from 1 to N.
@@ -137,17 +209,18 @@ class DynamicKSelection(Selection):
             expected = f"at most {len(expert_ids)} (the specialists)"
             raise PolicyError("k_max is larger than the bank", field="k_max", got=self.k_max, expected=expected)
 
-    def choose(self, bank: Tensor) -> Tensor:
-        ranked = rank(bank, self.k_max)
-        # Scores fall along the slots, so what clears the threshold is a prefix.
-        return ranked * (bank.gather(-1, ranked) > limits(bank, self.threshold))
-
-
-def limits(bank: Tensor, *thresholds: float) -> Tensor:
-    """What the score of each slot must exceed, rounded to the dtype of the scores."""
-    return _limits(thresholds, bank.dtype, bank.device)
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        return (self.threshold,) * self.k_max
 
 
 @lru_cache
 def _limits(thresholds: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The thresholds rounded to the dtype of the scores."""
     return torch.tensor(thresholds, dtype=dtype, device=device)
+
+
+@lru_cache
+def _plain_limits(thresholds: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...]:
+    """The same as plain numbers."""
+    return tuple(_limits(thresholds, dtype, torch.device("cpu")).tolist())

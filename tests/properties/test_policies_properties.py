@@ -1,10 +1,11 @@
 """What must hold of the routing policies whatever the scores are."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moelab.policies import (
@@ -264,6 +265,57 @@ def test_weights_are_a_distribution(combination, dtype, rows):
     assert (weights.gather(-1, order).diff(dim=-1) >= 0).all(), "more evidence never weighs less"
 
 
+@st.composite
+def policies(draw, experts):
+    """Any policy over so many specialists: uneven packages, any evidence, any pairs, cliques that overlap."""
+    cuts = sorted(draw(st.sets(st.integers(1, experts - 1)))) if experts > 1 else []
+    sizes = [stop - first for first, stop in itertools.pairwise([0, *cuts, experts])] if experts else []
+    every = list(itertools.combinations(range(experts), 2))
+    pairs = sorted(draw(st.sets(st.sampled_from(every)))) if every else []
+    threshold = draw(st.sampled_from([0.0, 0.3, 1.0, math.inf]))
+    flat = [AnchorVetoTop2Selection(), AdaptiveTop1Top2Selection(threshold)]
+    flat += [DynamicKSelection(draw(st.integers(1, experts)), threshold)] if experts else []
+    flat += [CompatibilityTop2Selection(CompatibilityIndex(ids(experts), pairs))]
+    evidence = draw(st.sampled_from(["given", "max", "logsumexp"]))
+    return draw(
+        st.sampled_from(
+            [AnchoredTop1Selection(), *flat, HierarchicalSelection(sizes, draw(st.sampled_from(flat)), evidence)]
+        )
+    )
+
+
+@settings(quick, max_examples=120)
+@given(data=st.data())
+def test_a_single_token_is_decided_as_it_is_in_a_batch(data):
+    values = data.draw(scores(least=0, values=st.one_of(QUARTERS, st.floats(-4, 4, width=16))))
+    batch, tokens, experts = values.shape
+    assume(batch * tokens > 1)
+    policy, availability = data.draw(policies(experts)), data.draw(availability_for(values))
+    given = getattr(policy, "package_evidence", None) == "given"
+    packages = values.new_tensor(0.0).expand(batch, tokens, len(policy.package_sizes)) if given else None
+    if given and experts:
+        packages = torch.stack([part.sum(-1) for part in values.split(policy.package_sizes, -1)], -1)
+    fields = (
+        "selected_indices",
+        "selected_scores",
+        *(("package_indices",) if isinstance(policy, HierarchicalSelection) else ()),
+    )
+
+    def decide(part):
+        own = None if packages is None else packages[part]
+        decision = policy(values[part], expert_ids=ids(experts), package_scores=own)
+        allowed = availability if availability.dim() == 1 else availability[part]
+        return PromoteSurvivorsCapacity()(decision, expert_availability=allowed)
+
+    whole = decide((slice(None), slice(None)))
+    for b, t in itertools.product(range(batch), range(tokens)):
+        one = decide((slice(b, b + 1), slice(t, t + 1)))
+        for kind in ("decision", "effective_routes"):
+            for name in fields:
+                got, want = (getattr(getattr(result, kind), name) for result in (one, whole))
+                assert got.dtype == want.dtype and torch.equal(got, want[b : b + 1, t : t + 1]), (kind, name)
+
+
 def elementwise(number):
     """A specialist whose result for a token cannot depend on the other tokens."""
     return lambda rows: rows * (0.5 + number) + number
@@ -345,3 +397,17 @@ def test_no_gradient_through_the_choice(name, data):
     assert not decision.selected_indices.requires_grad and not decision.slot_mask.requires_grad
     [gradient] = torch.autograd.grad(decision.selected_scores.sum(), values)
     assert torch.equal(gradient != 0, chosen(decision)), "only the selected scores carry one"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@quick
+@given(data=st.data())
+def test_gradients_of_a_single_token_reach_what_is_left_of_its_choice(name, data):
+    values = torch.tensor(data.draw(st.lists(QUARTERS, min_size=4, max_size=4))).view(1, 1, 4).requires_grad_()
+    decision = make(name, 4)(values, expert_ids=ids(4))
+    availability = data.draw(availability_for(values))
+    result = PromoteSurvivorsCapacity()(decision, expert_availability=availability)
+    for routes in (result.decision, result.effective_routes):
+        assert not routes.selected_indices.requires_grad
+        [gradient] = torch.autograd.grad(routes.selected_scores.sum(), values, retain_graph=True)
+        assert torch.equal(gradient != 0, chosen(routes))

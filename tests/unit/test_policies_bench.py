@@ -1,8 +1,10 @@
 """The bench times what it says it times; its figures are for reading, not for testing."""
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moelab.policies.bench import Timing, time_arms, time_dispatch
+from moelab.policies.bench import Timing, dispatchers, names, time_arms, time_dispatch
 
 
 def test_arms_take_turns_in_an_order_that_is_reversed():
@@ -18,3 +20,25 @@ def test_every_arm_runs(tokens):
     assert set(timings) == {"grouped", "loop", "dense", "batched", "route", "share"}
     assert 0 < timings["share"].median < 1 and timings["route"].median < timings["grouped"].median
     assert all(isinstance(timing, Timing) and timing.n == 2 and timing.median > 0 for timing in timings.values())
+
+
+class Calls(TorchDispatchMode):
+    """Counts the library's calls."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("experts", [8, 256])
+@pytest.mark.parametrize("name", list(dispatchers(4)))
+def test_routing_one_token_takes_few_calls_of_the_library(name, experts):
+    """A call costs microseconds, in decode ten, and the experts of one token some hundreds."""
+    ids, dispatcher = names(experts), dispatchers(experts)[name]
+    scores = torch.arange(experts).view(1, 1, -1) - 2.5
+    for availability, most in ((None, 4), (torch.arange(experts) % 8 != 7, 14)):
+        with Calls() as calls:
+            dispatcher.route(scores, expert_ids=ids, expert_availability=availability)
+        assert 0 < calls.count <= most

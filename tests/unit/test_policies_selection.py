@@ -105,7 +105,7 @@ def test_compatibility_never_crosses_groups():
 def test_compatibility_in_parts_equals_compatibility_at_once(monkeypatch):
     scores = torch.randn(2, 33, 4, generator=torch.Generator().manual_seed(0))
     whole = GROUPED(scores, expert_ids=IDS).selected_indices
-    monkeypatch.setattr(compatibility_module, "_VALUES_AT_ONCE", 7)
+    monkeypatch.setattr(compatibility_module, "_SCORES_AT_ONCE", 7)
     assert torch.equal(GROUPED(scores, expert_ids=IDS).selected_indices, whole)
     assert GROUPED(scores[:, :0], expert_ids=IDS).selected_indices.shape == (2, 0, 2)
 
