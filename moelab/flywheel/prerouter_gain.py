@@ -1,0 +1,207 @@
+"""What a prerouter buys: exposed wait, bytes and time of a token against the engine without predictions.
+
+Arms (`prerouter_arms.ARMS`) have an engine, and so a cache of the same bytes, each. They take turns on one text after
+another; a first text does not count. The store is slowed to a declared disk, on which the reads of `off` take a
+given *ratio* of a token's compute: those of a named real system among them, at its share of experts cached. A ratio of
+None is this machine's own disk. Everything is paired: an arm's answer with that of `off` on the same text in the same
+round, and with the compute-only engine's, which has every expert.
+
+What an arm wins is its share of the possible, (T_off - T) / (T_off - T_bound), with T_bound = max(compute, reads of
+`off`) token by token; it says nothing without the bytes beside it. `exposed` is waiting for reads, inside the layers
+and at a synchronous boundary. An arm that keeps its own router must say what the compute-only engine said, at every
+token; `replace` takes other routes, so only its times and bytes are shown.
+
+    python -m moelab.flywheel.prerouter_gain reference     the whole grid on a quiet machine, to reports/committed
+
+Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import artifacts, models
+from ..errors import RecordError
+from ..prerouter import find_weights
+from ..streaming import EngineOptions, StreamingEngine, write_pack
+from ..streaming.eviction import DEFAULT
+from . import stage
+from .capture import CaptureOptions, capture
+from .ceiling import SYSTEMS
+from .engine import opened
+from .head_training import FILES
+from .observations import Records
+from .prerouter_arms import feed, recorded
+from .prerouter_claims import claims
+from .prerouter_depth import Bench, gains, side_by_side, uses
+from .prerouter_rounds import EVERYTHING, Rounds, head_cost
+
+__all__ = ["GainPlan", "gain", "texts_of"]
+
+REPORT = Path("reports/committed/prerouter_gain.json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GainPlan:
+    """What is measured and simulated.
+
+    Attributes:
+        cycles, ratios: caches in token cycles × reads ÷ compute of `off`, every pair measured; those caches are
+            simulated at ratio 1.
+        systems: of `ceiling.SYSTEMS`, measured and simulated at their cache share and ratio; this machine's own disk
+            is measured at the first one's cache.
+        texts: that count, after one that does not. prompt, tokens: of each, prefilled and decoded.
+        simulated: texts in the simulator, of `simulated_tokens`; also what `layers` are laid side by side from.
+        layers: depths simulated beside the model's own.
+        threshold: least probability of a prediction that is read or protected; `thresholds` are simulated.
+    """
+
+    cycles: Sequence[float] = (0.5, 1.5, 3.0)
+    ratios: Sequence[float] = (0.5, 2.0)
+    systems: Sequence[str] = ("MER, Qwen3-Coder-30B",)
+    texts: int = 3
+    prompt: int = 16
+    tokens: int = 10
+    simulated: int = 12
+    simulated_tokens: int = 24
+    layers: Sequence[int] = (48,)
+    threshold: float = 0.5
+    thresholds: Sequence[float] = (0.0, 0.3, 0.5, 0.7)
+    policy: str = DEFAULT
+    readers: int = 2
+
+    @property
+    def length(self) -> int:
+        """Tokens that a text must have."""
+        return self.prompt + max(self.tokens, self.simulated_tokens)
+
+
+QUIET = GainPlan(ratios=(0.5, 1.0, 2.0), systems=tuple(SYSTEMS), texts=7, tokens=24, simulated=24)
+"""The whole grid: half an hour of an idle machine."""
+
+
+def texts_of(observed: Sequence[Any], plan: GainPlan) -> list[list[int]]:
+    """Beginnings of recorded sequences, of owners that heads were not trained on.
+
+    Raises:
+        RecordError: too few of that length.
+    """
+    count = max(plan.texts + 1, plan.simulated)
+    long = [o for o in observed if len(o.token_ids) >= plan.length]
+    if len(long) < count:
+        raise RecordError(
+            "too few texts", field="token_ids", got=len(long), expected=f"{count} of at least {plan.length} tokens"
+        )
+    return [[int(token) for token in o.token_ids[: plan.length]] for o in long[:count]]
+
+
+def gain(path: Path, weights: Path, texts: Sequence[Sequence[int]], plan: GainPlan, *, precision: str = "float32"):
+    """All figures of one model; plain numbers.
+
+    Args:
+        path: a pack, or a checkpoint in place. weights: a file of heads.
+
+    Returns:
+        `rows` (measured, one a cell and arm), `heads` (what they cost where nothing is missing), `depth`, `sweep` and
+        `uses` (simulated), `claims`, and what they rest on.
+
+    Raises:
+        ContractError: an arm that keeps its own router said other tokens than the compute-only engine.
+    """
+    options = {"threads": plan.readers, "policy": plan.policy, "precision": precision}
+    with StreamingEngine.load(path, EngineOptions(cache_bytes=EVERYTHING, **options)) as full:
+        answers = recorded(full, weights, texts, prompt=plan.prompt)
+        timed = [feed(full, a.prompt, a.text) for a in answers[: plan.texts + 1]]
+        layer_s = np.median(np.concatenate([turn.layer_s for turn in timed]), axis=0).tolist()
+        heads = head_cost(full, weights, answers[1 : plan.texts + 1], layer_s)
+        store = full.store
+        sizes = {
+            "experts": store.experts, "layers": store.layers, "top_k": full.loaded.geometry.top_k,
+            "expert_bytes": store.layouts[0].record_bytes,
+            "slot_bytes": [layout.slot_bytes for layout in store.layouts],
+            "cycle_bytes": full.loaded.geometry.top_k * sum(layout.slot_bytes for layout in store.layouts),
+        }  # fmt: skip
+        rounds = Rounds(
+            full=full, path=path, weights=weights, answers=[a.first(plan.tokens) for a in answers[: plan.texts + 1]],
+            cycle_bytes=sizes["cycle_bytes"], expert_bytes=sizes["expert_bytes"], layer_s=layer_s,
+            token_s=statistics.median(turn.seconds for turn in timed), threshold=plan.threshold, options=options,
+        )  # fmt: skip
+        rows, cells = [], cells_of(plan, sizes)
+        for cycles in dict.fromkeys(c for c, _, _ in cells):
+            here = [(ratio, whose) for c, ratio, whose in cells if c == cycles]
+            for (ratio, whose), arms in zip(here, rounds.at(cycles, [r for r, _ in here]), strict=True):
+                rows += [{"cycles": cycles, "ratio": ratio, "whose": whose} | row for row in arms]
+    found = {
+        "plan": asdict(plan), "sizes": sizes, "layer_s": layer_s, "heads": heads, "rows": rows,
+        **simulated(Bench(answers, sizes["experts"], plan.readers), plan, sizes),
+    }  # fmt: skip
+    return found | {"claims": claims(found)}
+
+
+def cells_of(plan: GainPlan, sizes: Mapping[str, Any]) -> list[tuple[float, float | None, str]]:
+    """`(cycles, ratio, whose)`: the grid, the named systems, and this machine at the first system's cache."""
+    named = [(_cycles(SYSTEMS[s].cache_fraction, sizes), SYSTEMS[s].read_to_compute, s) for s in plan.systems]
+    machine = [(named[0][0], None, "this machine")] if named else []
+    return [(c, r, "") for c in plan.cycles for r in plan.ratios] + named + machine
+
+
+def _cycles(share: float, sizes: Mapping[str, Any]) -> float:
+    """Token cycles of a cache that holds this share of all experts."""
+    return share * sizes["experts"] / sizes["top_k"]
+
+
+def simulated(bench: Bench, plan: GainPlan, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """`depth`: at each depth; `sweep`: thresholds at the model's own depth; `uses`: protection and `pin_bonus`."""
+    named = [(_cycles(SYSTEMS[s].cache_fraction, sizes), SYSTEMS[s].read_to_compute) for s in plan.systems]
+    cells = [(c, 1.0) for c in plan.cycles] + named
+    depth = gains(bench, cells, policy_name=plan.policy, thresholds=[plan.threshold])
+    for layers in plan.layers:
+        copies = layers // sizes["layers"]
+        groups = [bench.answers[at : at + copies] for at in range(0, len(bench.answers) - copies + 1, copies)]
+        deep = Bench([side_by_side(g, sizes["experts"]) for g in groups], sizes["experts"], bench.readers)
+        depth += gains(deep, cells, policy_name=plan.policy, thresholds=[plan.threshold])
+    at = named[0] if named else cells[-1]
+    return {
+        "depth": depth,
+        "sweep": gains(bench, [at], policy_name=plan.policy, thresholds=plan.thresholds),
+        "uses": uses(bench, *at, threshold=plan.threshold),
+    }
+
+
+def gain_model(model: str, observations: Path, plan: GainPlan) -> dict[str, Any]:
+    """One model in this process: its own heads, on recorded texts of owners that they were not trained on."""
+    with opened(model) as loaded:
+        records = Records(artifacts.open_artifact(observations))
+        entries = [e for e in records.replayable() if e["set"] == "validation" and e["sequence"].startswith("forced")]
+        texts = texts_of(list(records.open(entries, loaded, purpose="evaluate")), plan)
+        weights, precision, path = find_weights(FILES["full"], loaded.path), loaded.precision, loaded.path
+    with tempfile.TemporaryDirectory(dir=artifacts.artifacts_dir()) as folder:
+        write_pack(path, Path(folder) / "pack", precision=precision)
+        with stage.timing():
+            return gain(Path(folder) / "pack", weights, texts, plan, precision=precision)
+
+
+def main(profile: str) -> None:
+    """Measure the reference models, one after the other, and write the report."""
+    options = CaptureOptions.from_profile(profile)
+    observed, plan = capture(options), QUIET if profile == "reference" else GainPlan()
+    found = {}
+    for model in options.models:
+        job = {"model": model, "observations": observed[model].path, "plan": plan}
+        [found[model]] = models.run_workers(gain_model, [job], blas="auto", workers=1)
+        for row in found[model]["claims"]:
+            print(model, row["claim"], row["measured"], row["asked"], row["spread"], row["holds"], sep="  ", flush=True)
+    command = f"python -m moelab.flywheel.prerouter_gain {profile}"
+    artifacts.write_json(artifacts.root() / REPORT, {"schema_version": 1, "command": command, "models": found})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
