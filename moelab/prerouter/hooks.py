@@ -20,6 +20,7 @@ import mlx.nn as nn
 
 from ..errors import ContractError, UnsupportedModelError
 from ..models.blocks import Block
+from ..models.gates import FLOAT32_GATES
 from ..streaming.install import SHARED, shared_expert
 
 __all__ = ["BlockParts", "attach", "detach", "is_hooked"]
@@ -27,9 +28,19 @@ __all__ = ["BlockParts", "attach", "detach", "is_hooked"]
 HOOK = "_prerouter_hook"
 Hook = Callable[[mx.array, Callable[[mx.array], mx.array]], mx.array]
 
-FAMILIES = ("qwen3_moe", "qwen3_next", "glm4_moe", "bailing_hybrid")
-"""mlx-lm files whose block is known to be this sum. `qwen3_5_moe` uses the block of `qwen3_next`."""
-FLOAT32_WEIGHTS = ("glm4_moe",)
+OTHERWISE = {
+    "Klear": "a learned coefficient mixes routed and shared outputs",
+    "deepseek_v41": "the experts weigh their outputs themselves",
+    "gemma4_text": "the router reads another state than the experts",
+    "kimi_k3": "the experts work in a space of their own",
+    "llama4": "weights scale what the expert reads",
+    "phimoe": "weights depend on the order in which experts are picked",
+}
+"""mlx-lm files whose block is not this sum, and why; that of all others in `models.SUPPORTED` is."""
+FLOAT32_WEIGHTS = {
+    "afmoe", "bailing_moe_v3", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe",
+    "glm4_moe_lite", "granitemoe", "laguna", "mimo_v2_flash", "mistral4", "nemotron_h", "step3p5",
+}  # fmt: skip
 """Their weights stay float32; those of the others have the type of the block's input."""
 
 _patched: dict[type, tuple[object, int]] = {}  # class -> its own `__call__` or None, and instances with a hook
@@ -115,15 +126,21 @@ class BlockParts:
 
     def __init__(self, block: Block):
         module = block.switch_owner
-        if block.defined_in not in FAMILIES or not any(child is block.gate for child in module.children().values()):
+        reason = OTHERWISE.get(block.defined_in)
+        if reason is None and getattr(module, "moe_latent_size", None) is not None:
+            reason = OTHERWISE["kimi_k3"]  # nemotron_h, where its configuration asks for it
+        if reason is None and not any(child is block.gate for child in module.children().values()):
+            reason = "the gate is no part of the block"
+        if reason is not None:
             raise UnsupportedModelError(
-                "a prediction cannot take the place of this gate", field="family", got=block.defined_in,
-                expected=FAMILIES,
+                "a prediction cannot take the place of this gate", field="family", got=f"{block.defined_in}: {reason}",
+                expected="a sum of experts by their weights, and a shared expert",
             )  # fmt: skip
         self.block, self.module = block, module
         self._wide = block.defined_in in FLOAT32_WEIGHTS
         has_shared = any(isinstance(module.get(name), nn.Module) for name in SHARED)
         self._shared = shared_expert(block) if has_shared else None
+        self._scale = module.routed_scaling_factor if block.defined_in == "laguna" else None  # of the sum
 
     @property
     def bias(self) -> mx.array | None:
@@ -134,10 +151,12 @@ class BlockParts:
         """The gate's own logits `[..., E]`."""
         matrix = self.block.matrix
         linear = isinstance(matrix, (nn.Linear, nn.QuantizedLinear))
+        x = x.astype(mx.float32) if self.block.defined_in in FLOAT32_GATES else x
         return matrix(x) if linear else x @ matrix["weight"].T
 
     def output(self, x: mx.array, experts: mx.array, weights: mx.array) -> mx.array:
         """`[..., H]` of the outputs of chosen experts `[..., K, H]` and their weights `[..., K]`."""
         weights = weights if self._wide else weights.astype(x.dtype)
         out = (experts * weights[..., None]).sum(axis=-2).astype(experts.dtype)
+        out = out if self._scale is None else out * self._scale
         return out if self._shared is None else out + self._shared(x)

@@ -12,7 +12,7 @@ geometry, owners, the digest of the model that heads were trained on.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,6 +36,8 @@ from .stager import CrossTokenStager, LingPrerouterStager, PrerouterStager
 __all__ = ["Prerouter", "install_prerouter", "uninstall"]
 
 INSTALLED = "_prerouter"
+PASSES = ("run", "prefill")
+"""The engine's ways to run a pass."""
 STAGERS: dict[str, type[PrerouterStager]] = {"SOFTMAX_TOPK": CrossTokenStager, "SIGMOID_GROUP": LingPrerouterStager}
 
 
@@ -86,7 +88,8 @@ class Prerouter:
         while self._attached:
             detach(self._attached.pop())
         self.engine.forward.listeners.remove(self.stager)
-        del self.engine.reset, self.engine.run
+        for name in ("reset", *PASSES):
+            delattr(self.engine, name)
         self._cache = None
         object.__delattr__(network, INSTALLED)
 
@@ -94,19 +97,24 @@ class Prerouter:
         network, engine = self.engine.loaded.model, self.engine
         object.__setattr__(network, INSTALLED, self)
         engine.forward.listeners.append(self.stager)
-        plain_reset, plain_run = engine.reset, engine.run
+        plain_reset = engine.reset
 
         def reset() -> None:
             plain_reset()
             self.reset()
 
-        def run(tokens: mx.array, cache: list[Any], phase: int) -> mx.array:
-            if cache is not self._cache:  # another sequence: whoever calls `run` himself need not say so
-                self.reset()
-                self._cache = cache
-            return plain_run(tokens, cache, phase)
+        def following(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def call(tokens: mx.array, cache: list[Any], *rest: Any) -> Any:
+                if cache is not self._cache:  # another sequence: whoever asks for passes himself need not say so
+                    self.reset()
+                    self._cache = cache
+                return plain(tokens, cache, *rest)
 
-        engine.reset, engine.run = reset, run
+            return call
+
+        engine.reset = reset
+        for name in PASSES:
+            setattr(engine, name, following(getattr(engine, name)))
         for layer in self.wiring.consumer_index:
             hook = _hook(self.stager, layer, engine.switches[layer])
             attach(self.stager.parts[layer].module, hook, patch=self.spec.patch_call)

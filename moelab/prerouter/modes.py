@@ -13,12 +13,13 @@ the share of the set that is expected to be right. `gated` compares it with a th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from ..errors import ParameterError, UnsupportedModelError
 from ..models.families import RoutingFamily
+from ..models.native import weigh
 from .supply import Source
 
 __all__ = ["MODES", "Prediction", "REPLACING", "check_mode", "source_of", "true_weights", "weigh"]
@@ -76,35 +77,19 @@ def source_of(mode: str, prediction: Prediction, threshold: float) -> Source:
     return Source.PREDICTION
 
 
-def weigh(family: RoutingFamily, logits: mx.array, ids: mx.array) -> mx.array:
-    """Weights `f32[..., K]` that the family gives to the experts `ids` for `logits [..., E]`."""
-    picked = _scores(family, logits)
-    picked = mx.take_along_axis(picked, ids, axis=-1)
-    if family.normalise:
-        picked = picked / (picked.sum(axis=-1, keepdims=True) + family.epsilon)
-    return picked * family.scale
-
-
 def true_weights(family: RoutingFamily, logits: mx.array, ids: mx.array) -> mx.array:
-    """The same for logits of the native gate, renormalised over `ids` in any case.
+    """Weights `f32[..., K]` that the native gate's `logits [..., E]` give to `ids`, renormalised in any case.
 
     A family that does not normalise gives its K weights a sum below `scale`, which depends on the choice of K; a set
     that the gate did not choose is given the whole of it.
     """
-    picked = mx.take_along_axis(_scores(family, logits), ids, axis=-1)
-    return picked / (picked.sum(axis=-1, keepdims=True) + family.epsilon) * family.scale
+    return weigh(replace(family, normalise=family.normalise or family.weight == "score"), logits, ids)
 
 
 def check_family(family: RoutingFamily) -> None:
     """Raises UnsupportedModelError: weights of given experts are not known for this family."""
-    plain = family.weight == "score" and family.score in ("softmax", "sigmoid") and not family.softcap
-    if not plain or family.temperature != 1 or family.expert_scaled:
+    if family.weight not in ("score", "softmax") or family.expert_scaled:
         raise UnsupportedModelError(
             "a prediction cannot take the place of this gate", field="family", got=str(family),
-            expected="scores by softmax or sigmoid, weights of the same scores",
+            expected="weights of the experts' own scores, or a softmax over the logits of the chosen",
         )  # fmt: skip
-
-
-def _scores(family: RoutingFamily, logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return mx.softmax(logits, axis=-1, precise=True) if family.score == "softmax" else mx.sigmoid(logits)

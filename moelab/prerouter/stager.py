@@ -106,8 +106,13 @@ class PrerouterStager:
         return Features(hidden, current, before)
 
     def _select(self, consumers: list[int], logits: mx.array, count: int) -> Selection:
-        """The `count` experts that the family chooses for `logits [n, 1, 1, E]`, row i of `consumers[i]`."""
-        raise NotImplementedError
+        """The `count` experts that the family chooses for `logits [n, 1, 1, E]`, row i of `consumers[i]`.
+
+        With `biased` the consumer's correction bias is added to the scores for the choice, never to the weights.
+        """
+        biases = [self.parts[consumer].bias if self.biased else None for consumer in consumers]
+        bias = None if biases[0] is None else mx.stack(biases).reshape(len(biases), 1, 1, -1)
+        return select(replace(self.family, top_k=count), logits, bias)
 
     def _store(self, consumer: int, prediction: Prediction) -> None:
         """Keep a prediction until its token comes."""
@@ -158,6 +163,7 @@ class PrerouterStager:
         self._enter(step)
         self._answer(now, after=layer)
         if layer in self.consumer_of:
+            x = x[None] if x.ndim == 2 else x  # some blocks flatten what they are given
             if x.shape[0] != 1:
                 raise GeometryError("one sequence at a time", field="x", got=x.shape, expected="[1, T, H]")
             features = self._features(layer, ids.reshape(-1, ids.shape[-1]), x)
@@ -278,23 +284,12 @@ class PrerouterStager:
 class CrossTokenStager(PrerouterStager):
     """For families that choose by softmax: a prediction is kept as ids and weights."""
 
-    def _select(self, consumers, logits, count):
-        return select(replace(self.family, top_k=count), logits, None)
-
     def _store(self, consumer, prediction):
         self._next[consumer] = prediction
 
 
 class LingPrerouterStager(PrerouterStager):
-    """For families that choose by sigmoid within groups: logits are kept, and the consumer's own rule applied to them.
-
-    With `biased` it adds the consumer's correction bias to the scores for the choice, never to the weights.
-    """
-
-    def _select(self, consumers, logits, count):
-        biases = [self.parts[consumer].bias if self.biased else None for consumer in consumers]
-        bias = None if biases[0] is None else mx.stack(biases).reshape(len(biases), 1, 1, -1)
-        return select(replace(self.family, top_k=count), logits, bias)
+    """For families that choose by sigmoid within groups: logits are kept, and the consumer's own rule weighs them."""
 
     def _store(self, consumer, prediction):
         self._next[consumer] = replace(prediction, weights=None)

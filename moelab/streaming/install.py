@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["hot_options", "install", "shared_expert", "slots_beside", "with_top_k"]
 
-SHARED = ("shared_experts", "shared_expert", "shared_mlp")
+SHARED = ("shared_experts", "shared_expert", "shared_mlp", "share_expert")
 TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "k")
 
 
