@@ -14,6 +14,7 @@ Names are imported on first use, so that `activate` can run before mlx is loaded
 from importlib import import_module
 
 _HOMES = {
+    "lean": ("without_torch",),
     "naming": ("split_budget",),
     "families": ("RoutingFamily", "Selection"),
     "gates": ("NO_RESIDUAL", "REFUSED", "SUPPORTED"),

@@ -1,7 +1,7 @@
 """Writing a pack: one expert at a time, in bounded memory, and again from where it was stopped.
 
 Experts are read in place where they lie as they are run (`checkpoint`); of any other checkpoint mlx-lm makes
-them, one tensor of one layer at a time. Bytes go to disk as they come: a kernel that keeps dirty pages counts
+them, a layer at a time. Bytes go to disk as they come: a kernel that keeps dirty pages counts
 them against a container's memory, so every few MiB are flushed and given up.
 
 Everything is written below `OUT.partial/`. A layer counts as done when its file has been flushed, read back
