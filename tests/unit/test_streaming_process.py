@@ -99,7 +99,7 @@ def test_the_limit_of_mlx_outlives_no_engine(small):
 
 # 48 experts of 4.2 MB: 200 MB, of which packing may hold a few experts.
 LARGE = generated.Shape(
-    layers=2, experts=24, top_k=2, hidden=512, expert_width=684, heads=8, kv_heads=2, head_dim=64, vocabulary=1024
+    layers=4, experts=12, top_k=2, hidden=512, expert_width=684, heads=8, kv_heads=2, head_dim=64, vocabulary=1024
 )
 
 
@@ -114,7 +114,7 @@ def test_packing_holds_a_few_experts_and_never_the_model(large, tmp_path):
     found = memory_jobs.run("pack", large, tmp_path / "pack")
     total = sum(file.stat().st_size for file in (tmp_path / "pack").iterdir())
     assert total > 200e6
-    assert found["peak"] - found["before"] < 64 * MiB  # libraries that it loads first are half of that
+    assert found["peak"] - found["before"] < 64 * MiB  # its libraries, and two stacks of one projection
 
 
 def test_what_packing_wrote_is_soon_on_disk(large, tmp_path, monkeypatch):
