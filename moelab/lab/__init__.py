@@ -21,6 +21,7 @@ _HOMES = {
     "heatmap": "plots",
     "contour": "plots",
     "reliability": "plots",
+    "frontier": "frontier",
     "table": "tables",
     "estimate_table": "tables",
 }

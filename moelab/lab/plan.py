@@ -51,6 +51,7 @@ DAG = (
     Node("41_predictor_training", after=("40",)),
     Node("42_offline_value", after=("41",), gate=3),
     Node("80_streaming_engine", after=("20",)),
+    Node("81_prerouter_modes", after=("41",)),
     Node("82_routing_policies"),
     Node("83_simulator", after=("20",)),
     Node("84_peers", default=False),
