@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints.txt)
 # One arithmetic thread a process: two of them share two cores here, and figures must not depend on the count.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: flywheel test lab venv notebooks parity-table peers lint clean system-run system-test
+.PHONY: flywheel test lab venv notebooks parity-table peers timing lint clean system-run system-test
 
 flywheel: $(STAMP) system-run
 	$(BIN)/python -m moelab run --profile $(PROFILE)
@@ -40,6 +40,10 @@ peers: $(STAMP) system-run
 	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml','rb'))['project']['optional-dependencies']['peers'])" \
 		| xargs $(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(PEERS)
 	PYTHONPATH=$(PEERS) $(BIN)/python -m moelab.lab.peers reports/committed/peers.json
+
+# What streaming is asked to do in time. Ten minutes on which nothing else may run.
+timing: $(STAMP) system-run
+	$(BIN)/python -m moelab.flywheel.streaming_timing reports/committed/timing.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -2,7 +2,9 @@
 
 Three runs of the engine over the same recorded tokens, with the same cache: its store slowed to a declared device,
 the same with a perfect layer of lead, and this machine's own disk. Each is recorded, and simulated with the device it
-read from. Compute times are the run's own: what is tested is the reading.
+read from. Compute times, and how late threads begin and wake, are the run's own: what is tested is the reading.
+Prefetches race with the layers that want them: told how long every read really took (`told_*`), the simulator shows
+whether it decides as the engine does; left to its device, whether the races end alike.
 
 Models take turns, for two engines on two cores would wait for each other; and each run is made twice and the faster
 one kept, since other work on a machine only ever slows it. How late a sleeping thread wakes is measured beside
@@ -72,13 +74,15 @@ def check_model(model: str, options: SimulationOptions, observations: Path) -> P
     ).path
 
 
-def runs(model: str, tokens: list[int]) -> list[dict[str, Any]]:
-    """The three runs of the module text, each the fastest of its repeats."""
-    found = [_runs(model, tokens) for _ in range(REPEATS)]
+def runs(
+    model: str | Path, tokens: list[int], *, repeats: int = REPEATS, read_s: float = READ_S
+) -> list[dict[str, Any]]:
+    """The three runs of the module text, each the fastest of its repeats; `read_s` as `READ_S`."""
+    found = [_runs(model, tokens, read_s) for _ in range(repeats)]
     return [min(row, key=lambda r: r["seconds"]) for row in zip(*found, strict=True)]
 
 
-def _runs(model: str, tokens: list[int]) -> list[dict[str, Any]]:
+def _runs(model: str | Path, tokens: list[int], read_s: float) -> list[dict[str, Any]]:
     from ..streaming.issuing import Issuer
     from ..streaming.validation import device_of, record
 
@@ -88,7 +92,7 @@ def _runs(model: str, tokens: list[int]) -> list[dict[str, Any]]:
         own = device_of(engine.store, depth=engine.options.threads + 1)
         rows.append(_row("this disk", "none", engine, record(engine, prompt, rest), own))
         size = engine.store.nbytes(0)
-    device = VirtualDevice(latency_s=READ_S, bytes_per_s=size / READ_S)
+    device = VirtualDevice(latency_s=read_s, bytes_per_s=size / read_s)
     with _engine(model, device.idle_copy()) as engine:
         demand = record(engine, prompt, rest)
         rows.append(_row("declared", "none", engine, demand, device))
@@ -105,11 +109,11 @@ def _runs(model: str, tokens: list[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def _engine(model: str, device: VirtualDevice | None) -> StreamingEngine:
+def _engine(model: str | Path, device: VirtualDevice | None) -> StreamingEngine:
     """A fresh engine, so that its cache begins empty as the simulated one does."""
     from ..streaming import EngineOptions, StreamingEngine, open_store
 
-    path = models.find(models.split_budget(model)[0])
+    path = models.find(models.split_budget(str(model))[0])
     with open_store(path) as store:
         total = sum(store.experts * layout.slot_bytes for layout in store.layouts)
     return StreamingEngine.load(path, EngineOptions(cache_bytes=int(CACHE * total), device=device))
@@ -118,9 +122,10 @@ def _engine(model: str, device: VirtualDevice | None) -> StreamingEngine:
 def _row(
     store: str, prediction: str, engine: StreamingEngine, real: Recording, device: VirtualDevice, **predicted: Any
 ) -> dict[str, Any]:
-    from ..streaming.validation import resimulate, wake_late_s
+    from ..streaming.validation import RecordedDevice, resimulate, wake_late_s
 
     got, late_s = resimulate(engine, real, device, **predicted), wake_late_s()
+    told = resimulate(engine, real, RecordedDevice(real.reads), **predicted)
     used = int(got.used[1:].sum())
     return {
         "store": store,
@@ -130,8 +135,11 @@ def _row(
         "simulated_seconds": got.seconds_per_token,
         "wake_late_ms": 1e3 * late_s,
         "ratio": got.seconds_per_token / real.seconds_per_token,
-        "hits": 1 - int(real.missing[1:].sum()) / used,
+        "hits": (used - int(real.missing[1:].sum())) / used,
         "simulated_hits": int(got.hits[1:].sum()) / used,
+        "told_hits": int(told.hits[1:].sum()) / used,
+        "told_seconds": told.seconds_per_token,
         "read_bytes": real.read_bytes,
         "simulated_bytes": round(int((got.demand_bytes + got.prefetch_bytes).sum()) / real.physical_ratio),
+        "told_bytes": round(int((told.demand_bytes + told.prefetch_bytes).sum()) / real.physical_ratio),
     }

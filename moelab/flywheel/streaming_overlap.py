@@ -44,16 +44,19 @@ from ..streaming import (
 )
 from .streaming_answer import Recorder, Run, answer
 
-__all__ = ["ARMS", "Rig", "overlap"]
+__all__ = ["ARMS", "PAGE_ARMS", "Rig", "overlap"]
 
 ARMS: dict[str, tuple[str, int | None] | None] = {
     "off": None,
     "in_forward, 1 layer ahead": ("in_forward", 1),
     "in_forward, 2 layers ahead": ("in_forward", 2),
+    "in_forward, 4 layers ahead": ("in_forward", 4),
     "async_boundary": ("async_boundary", None),
     "step_boundary": ("step_boundary", None),
 }
 """Issue point and visits ahead of the oracle; None = one whole pass."""
+PAGE_ARMS = tuple(arm for arm in ARMS if not arm.startswith("in_forward, 4"))
+"""What notebook 80 has time for."""
 EVERYTHING = 1 << 60
 """A budget that no model exceeds: a cache never has more slots than experts."""
 
@@ -96,8 +99,8 @@ class Rig:
         oracle = Oracle(self.decoded, lead=lead or self.passes.layers)
         return Issuer(engine, oracle, compute_s=self.layer_s, issue=point)
 
-    def simulated(self, arm: str, bytes_per_s: float, token_s: float) -> Simulation:
-        """The same answer through the simulator; a token computes for `token_s`."""
+    def simulated(self, arm: str, bytes_per_s: float, token_s: float, wake_s: float) -> Simulation:
+        """The same answer through the simulator; a token computes for `token_s`, threads wake `wake_s` late."""
         scale = token_s / self.token_s
         layers = np.maximum(self.layer_s * scale - self.sync_s, 0)
         rest = max(token_s - float(layers.sum()) - self.sync_s * len(layers), 0.0)
@@ -112,7 +115,7 @@ class Rig:
         return simulate(
             self.passes, nbytes=self.read_bytes, cache=cache, scheduler=Scheduler(max_inflight_bytes=self.inflight),
             device=VirtualDevice(latency_s=0.0, bytes_per_s=bytes_per_s), compute_s=layers, sync_s=self.sync_s,
-            boundary_s=rest, threads=self.readers, asking_reads=True, **predicted,
+            boundary_s=rest, threads=self.readers, asking_reads=True, wake_s=wake_s, **predicted,
         )  # fmt: skip
 
 
@@ -127,6 +130,7 @@ def overlap(
     policy_name: str,
     readers: int,
     precision: str,
+    arms: Sequence[str] = PAGE_ARMS,
 ) -> dict[str, Any]:
     """Every arm at every ratio of read to compute time, measured and simulated.
 
@@ -135,6 +139,7 @@ def overlap(
         tokens: of an answer, the first of which is not timed.
         repeats: answers of each arm that count.
         cycles: cache budget in token cycles.
+        arms: of `ARMS`, "off" first.
 
     Returns:
         `rows` (one an arm and ratio), `picture` (one token of two arms), and what they rest on.
@@ -143,11 +148,11 @@ def overlap(
         ContractError: an arm gave other tokens than the compute-only one.
     """
     rig = _recorded(path, prompt, tokens, repeats, cycles, policy_name, readers, precision)
-    devices = {arm: VirtualDevice(latency_s=0.0, bytes_per_s=1e15) for arm in ARMS}
+    devices = {arm: VirtualDevice(latency_s=0.0, bytes_per_s=1e15) for arm in arms}
     rows, pictures = [], {}
     with ExitStack() as stack:
         engines = {
-            arm: stack.enter_context(StreamingEngine.load(path, rig.options(device=devices[arm]))) for arm in ARMS
+            arm: stack.enter_context(StreamingEngine.load(path, rig.options(device=devices[arm]))) for arm in arms
         }
         full = stack.enter_context(StreamingEngine.load(path, rig.options(budget=EVERYTHING)))
 
@@ -157,19 +162,20 @@ def overlap(
                 raise ContractError("prefetch changed the answer", field=arm, got=got.tokens, expected=rig.want)
             return got
 
-        warm = {arm: run(arm) for arm in ARMS}
+        warm = {arm: run(arm) for arm in arms}
         answer(full, prompt, tokens)
         for ratio in ratios:
             bytes_per_s = warm["off"].nbytes / (ratio * rig.token_s)
             for device in devices.values():
                 device.reset()
                 device.bytes_per_s = bytes_per_s
-            runs: dict[str, list[Run]] = {arm: [] for arm in ("full", *ARMS)}
+            runs: dict[str, list[Run]] = {arm: [] for arm in ("full", *arms)}
             for turn in range(repeats):
                 order = list(runs)[:: -1 if turn % 2 else 1]
                 for arm in order:
                     runs[arm].append(answer(full, prompt, tokens) if arm == "full" else run(arm))
-            rows += _rows(rig, runs, ratio, bytes_per_s)
+            wake_s = {arm: engine.store.overslept_s for arm, engine in engines.items()}
+            rows += _rows(rig, runs, ratio, bytes_per_s, wake_s)
             pictures[ratio] = _picture(runs)
     return {
         "rows": rows,
@@ -220,22 +226,24 @@ def _inside(timeline: Mapping[str, np.ndarray]) -> float:
     return float(np.median(within / np.diff(timeline["issue"][:, 0])))
 
 
-def _rows(rig: Rig, runs: Mapping[str, list[Run]], ratio: float, bytes_per_s: float) -> list[dict[str, Any]]:
+def _rows(
+    rig: Rig, runs: Mapping[str, list[Run]], ratio: float, bytes_per_s: float, wake_s: Mapping[str, float]
+) -> list[dict[str, Any]]:
     """Medians over repeats with their least and greatest, shares of the possible pair by pair, and the simulation."""
     computes = [run.seconds for run in runs["full"]]
     compute = statistics.median(computes)
-    off = rig.simulated("off", bytes_per_s, compute)
+    off = rig.simulated("off", bytes_per_s, compute, wake_s["off"])
     device = off.device_floor_s[off.decoded][1:]
     bounds = [float(np.maximum(c, device).mean()) for c in computes]
     rows = []
-    for arm in ARMS:
+    for arm in [name for name in runs if name != "full"]:
         times = [run.seconds for run in runs[arm]]
         shares = [
             (a.seconds - t) / (a.seconds - bound)
             for a, t, bound in zip(runs["off"], times, bounds, strict=True)
             if a.seconds > bound
         ]
-        on = off if arm == "off" else rig.simulated(arm, bytes_per_s, compute)
+        on = off if arm == "off" else rig.simulated(arm, bytes_per_s, compute, wake_s[arm])
         simulated = float(on.pass_s[on.decoded][1:].mean())
         seconds = statistics.median(times)
         rows.append(
@@ -262,7 +270,7 @@ def _picture(runs: Mapping[str, list[Run]]) -> list[dict[str, Any]]:
     from when the first layer knew."""
     took = [run.timeline["consume"][:, -1] - run.timeline["issue"][:, 0] for run in runs["off"][-1:]][0]
     token, rows = int(np.argsort(took)[len(took) // 2]), []
-    for arm in [*ARMS][:2]:
+    for arm in list(runs)[1:3]:
         columns = runs[arm][-1].timeline
         start = columns["issue"][token, 0]
         rows += [

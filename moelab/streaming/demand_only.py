@@ -26,8 +26,9 @@ class DemandOnlyMemory(SimulatedMemory):
                 raise ContractError(
                     "this visit cannot be resident at once", field="missing", got=len(missing), expected="a free slot"
                 )
-            at = self.now if number < self.most else done[number - self.most]
-            done.append(device.book(at, size)[1])
+            idle = number < self.most
+            at, late = (self.now, self.start_s) if idle else (done[number - self.most], 0.0)
+            done.append(device.book(at, size)[1] + self.wake_s + late)
         self.books.demand += size * len(missing)
         self._asked = self.now
         return hits

@@ -137,10 +137,15 @@ class Throttle:
         device: shared virtual device; book it through one throttle only.
         spin_s: of each wait, the last part that is not slept. It yields the interpreter at each turn, but not the
             core, which the model may need: so it is short, and timers are made as fine as the system allows.
+
+    Attributes:
+        reads, late: reads so far, and those that the true disk finished too late.
+        overslept_s: of all reads, seconds from the virtual end to when the reading thread really went on.
     """
 
     def __init__(self, device: VirtualDevice, *, spin_s: float = 25e-6, clock: Callable[[], float] = time.perf_counter):
-        self.device, self.spin_s, self.late = device, spin_s, 0
+        self.device, self.spin_s = device, spin_s
+        self.reads, self.late, self.overslept_s = 0, 0, 0.0
         self._clock, self._lock = clock, threading.Lock()
 
     @contextmanager
@@ -149,10 +154,12 @@ class Throttle:
         with self._lock:  # the clock is read inside, so that bookings are in the order of time
             _, done = self.device.book(self._clock(), nbytes)
         yield
-        if self._clock() > done:
-            with self._lock:
-                self.late += 1
+        late = self._clock() > done
         self.wait(done)
+        with self._lock:
+            self.reads += 1
+            self.late += late
+            self.overslept_s += self._clock() - done
 
     def wait(self, until: float) -> None:
         """Sleep to shortly before `until`, then spin. Both release the interpreter's lock."""

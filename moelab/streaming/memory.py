@@ -75,6 +75,7 @@ class ExpertMemory:
         prefetch_errors: how many there were.
         drained_s: seconds that `drain` has waited.
         observers: told of every visit's keys and hits, with the lock held (`Prefetcher.observe`).
+        ended: told of every read's ticket and when it was over, with the lock held.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ExpertMemory:
         self.prefetch_errors = 0
         self.drained_s = 0.0
         self.observers: list[Callable[[list[int], list[bool]], None]] = []
+        self.ended: list[Callable[[Ticket, float], None]] = []
         self._change = threading.Condition(threading.Lock())
         self._reads = 0  # in progress
         self._failed: dict[int, BaseException] = {}
@@ -271,7 +273,10 @@ class ExpertMemory:
         finally:
             self._change.acquire()
             self._reads -= 1
-        self.scheduler.finish(ticket, self.clock(), ok=error is None)
+        now = self.clock()
+        self.scheduler.finish(ticket, now, ok=error is None)
+        for tell in self.ended:
+            tell(ticket, now)
         if grant is None:
             fill.landed(ticket.key, error)
         elif error is None:

@@ -44,6 +44,8 @@ class SimulatedMemory:
         experts: E.
         threads: readers.
         asking_reads: one more read in flight while the asking thread waits, for demand only.
+        wake_s: from the device's end of a read until its thread goes on.
+        start_s: from a wish until an idle reader begins on it.
 
     Attributes:
         now: the clock; never goes back.
@@ -64,7 +66,10 @@ class SimulatedMemory:
         experts: int,
         threads: int,
         asking_reads: bool = False,
+        wake_s: float = 0.0,
+        start_s: float = 0.0,
     ):
+        self.wake_s, self.start_s = wake_s, start_s
         self.cache, self.scheduler, self.device = cache, scheduler, device
         self.nbytes, self.experts = [int(n) for n in nbytes], experts
         self.asking_reads, self.most = asking_reads, threads + asking_reads
@@ -167,7 +172,7 @@ class SimulatedMemory:
             device, done = self.device.idle_copy(), []
             for read in range(count):
                 at = done[read - self.most] if read >= self.most else 0.0
-                done.append(device.book(at, self.nbytes[layer])[1])
+                done.append(device.book(at, self.nbytes[layer])[1] + self.wake_s)
             self._alone[layer, count] = done[-1]
         return self._alone[layer, count]
 
@@ -178,10 +183,10 @@ class SimulatedMemory:
 
     # ------------------------------------------------------------------ readers
 
-    def _pump(self) -> None:
+    def _pump(self, *, awake: bool = False) -> None:
         while self._readers and (ticket := self._start(urgent=False)) is not None:
             self._readers -= 1
-            self._book(ticket, mine=False)
+            self._book(ticket, mine=False, late=0.0 if awake else self.start_s)
 
     def _start(self, *, urgent: bool) -> Ticket | None:
         while (ticket := self.scheduler.next(self.now, urgent_only=urgent)) is not None:
@@ -198,10 +203,10 @@ class SimulatedMemory:
                 return None
         return None
 
-    def _book(self, ticket: Ticket, *, mine: bool) -> None:
+    def _book(self, ticket: Ticket, *, mine: bool, late: float = 0.0) -> None:
         _, done = self.device.book(self.now, ticket.nbytes)
         self._order += 1
-        heapq.heappush(self._flying, (done, self._order, ticket, mine))
+        heapq.heappush(self._flying, (done + self.wake_s + late, self._order, ticket, mine))
         if ticket.priority == P0:
             self.books.demand += ticket.nbytes
             self._started[ticket.key] = self.now
@@ -227,4 +232,4 @@ class SimulatedMemory:
             self._waiting.discard(key)
             self.landed = self.now
             self.cache.lease([key])
-        self._pump()
+        self._pump(awake=True)

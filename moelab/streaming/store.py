@@ -87,6 +87,11 @@ class ExpertStore:
         }  # fmt: skip
         return {**self._source.identity(), "reader": self._reader.kind, "throttle": throttle}
 
+    @property
+    def overslept_s(self) -> float:
+        """Mean seconds from a read's end on the declared device until its thread went on; 0 without a throttle."""
+        return self._throttle.overslept_s / max(self._throttle.reads, 1) if self._throttle else 0.0
+
     def nbytes(self, layer: int) -> int:
         """Bytes of one expert of this layer as stored, without padding."""
         return self.layouts[layer].stored_bytes

@@ -11,6 +11,7 @@ run with everything resident predict a machine's streamed speed from one that ne
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .oracle import Candidate
     from .store import ExpertStore
 
-__all__ = ["Recording", "device_of", "record", "resimulate", "wake_late_s"]
+__all__ = ["RecordedDevice", "Recording", "device_of", "record", "resimulate", "wake_late_s"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +53,9 @@ class Recording:
         missing: `i64[P,L]`, experts that were not resident.
         read_bytes: bytes of the experts that were read.
         physical_ratio: bytes asked of the device ÷ those; 1 where none was read.
+        reads: `f64[reads]`, seconds of every read, in the order in which they were begun.
+        wake_s: mean seconds from a read's end on a declared device until its thread went on (`Throttle.overslept_s`).
+        start_s: median seconds from a wish that found every reader idle until one began on it.
     """
 
     ids: np.ndarray
@@ -63,11 +67,33 @@ class Recording:
     missing: np.ndarray
     read_bytes: int
     physical_ratio: float
+    reads: np.ndarray
+    wake_s: float = 0.0
+    start_s: float = 0.0
 
     @property
     def seconds_per_token(self) -> float:
         """Mean of the decoded passes."""
         return float(self.wall_s[1:].mean())
+
+
+class RecordedDevice(VirtualDevice):
+    """Reads that take as long as a recording's did, whatever is asked of the device at once.
+
+    With it a simulation is told how every race went, and has to decide all else as the engine did.
+    """
+
+    def __init__(self, seconds: np.ndarray):
+        self._seconds = seconds.tolist()
+        super().__init__(latency_s=0.0, bytes_per_s=math.inf)
+
+    def book(self, now: float, nbytes: int) -> tuple[float, float]:
+        took = self._seconds[self.reads] if self.reads < len(self._seconds) else self._seconds[-1]
+        self.reads += 1
+        self.nbytes += nbytes
+        self.busy_s += max(0.0, now + took - max(now, self._busy_until))
+        self._busy_until = max(now + took, self._busy_until)
+        return now, now + took
 
 
 class _Routes:
@@ -100,7 +126,9 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
     before = store.payload_bytes, store.physical_bytes
     engine.reset()
     engine.forward.timeline.clear()
+    reads: list[tuple[float, float, float]] = []  # begun, ended, wished
     engine.forward.listeners.append(routes)
+    engine.memory.ended.append(watch := lambda ticket, now: reads.append((ticket.started_at, now, ticket.submitted_at)))
     started, ended = [], []
     try:
         kv = engine.loaded.make_cache()
@@ -108,8 +136,10 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
             started.append(engine.memory.clock())
             engine.run(mx.array([list(fed)]), kv, phase)
             ended.append(engine.memory.clock())
+        engine.memory.drain()
     finally:
         engine.forward.listeners.remove(routes)
+        engine.memory.ended.remove(watch)
     line = {name: column.reshape(-1, layers) for name, column in engine.forward.timeline.arrays().items()}
     head = line["issue"][:, :1] - np.array(started)[:, None]
     payload, physical = store.payload_bytes - before[0], store.physical_bytes - before[1]
@@ -124,6 +154,9 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
         missing=line["missing"],
         read_bytes=payload,
         physical_ratio=physical / payload if payload else 1.0,
+        reads=np.array([ended - begun for begun, ended, _ in sorted(reads)]),
+        wake_s=store.overslept_s,
+        start_s=_start_s(sorted(reads)),
     )
 
 
@@ -162,7 +195,9 @@ def resimulate(
             below_cycle=engine.options.below_cycle,
             read_bytes=engine.cache.read_bytes,
         ),
-        scheduler=Scheduler(max_inflight_bytes=engine.scheduler.max_inflight_bytes),
+        scheduler=Scheduler(
+            max_inflight_bytes=math.ceil(engine.scheduler.max_inflight_bytes * recording.physical_ratio)
+        ),
         device=device,
         compute_s=compute_s,
         # What the engine computes while it waits is not in its own compute times, and is little in any case.
@@ -170,9 +205,21 @@ def resimulate(
         boundary_s=tail_s,
         threads=engine.options.threads,
         asking_reads=True,
+        start_s=recording.start_s,
+        wake_s=0.0 if isinstance(device, RecordedDevice) else recording.wake_s,
         predictor=None if predictor is None else lambda step, layer: predictor(step - 1, layer) if step else None,
         issue=issue,
     )
+
+
+def _start_s(reads: list[tuple[float, float, float]]) -> float:
+    """`reads` (begun, ended, wished) in the order of their beginning."""
+    delays, busy_until = [], -math.inf
+    for begun, ended, wished in reads:
+        if wished >= busy_until:
+            delays.append(begun - wished)
+        busy_until = max(busy_until, ended)
+    return float(np.median(delays)) if delays else 0.0
 
 
 def device_of(store: ExpertStore, *, depth: int, reads: int = 64, seed: int = 0) -> VirtualDevice:

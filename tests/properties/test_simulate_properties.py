@@ -20,6 +20,7 @@ EXPERTS = 6
 POLICIES = (Lru, LayerLfu, ExpectedNextUse)
 TIMES = (
     "compute_s", "before", "sync_s", "boundary_s", "threads", "asking_reads", "predict_s", "issue", "patience",
+    "wake_s", "start_s",
 )  # fmt: skip
 quick = settings(max_examples=60, deadline=None)
 
@@ -50,6 +51,8 @@ def cases(draw):
         asking_reads=draw(st.booleans()),
         predicted=draw(st.none() | st.tuples(st.floats(0, 1), st.floats(0.2, 1), st.integers(1, 6))),
         predict_s=draw(st.sampled_from([0.0, 0.05])),
+        wake_s=draw(st.sampled_from([0.0, 0.01])),
+        start_s=draw(st.sampled_from([0.0, 0.02])),
         issue=draw(st.sampled_from(ISSUE)),
         patience=draw(st.sampled_from([0.0, 1.0])),
     )

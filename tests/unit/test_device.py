@@ -120,11 +120,11 @@ def test_a_wait_ends_after_its_time_and_soon():
 
 
 def test_a_slower_true_read_is_counted_as_late():
-    times = iter([0.0, 5.0, 5.0])
+    times = iter([0.0, 5.0, 5.0, 5.5])
     throttle = Throttle(VirtualDevice(latency_s=0.0, bytes_per_s=1.0), clock=lambda: next(times))
     with throttle.read(2):
         pass
-    assert throttle.late == 1
+    assert (throttle.reads, throttle.late, throttle.overslept_s) == (1, 1, 3.5)
 
 
 def test_a_failed_read_does_not_wait():

@@ -75,6 +75,26 @@ def test_demand_only_by_hand(event_loop):
     assert got.floor_s == max(20.0 + 5.0, 2.5 + 10.0)
 
 
+@pytest.mark.parametrize("event_loop", [False, True])
+def test_what_threads_take_is_added_to_every_read_by_hand(event_loop):
+    one = Passes.of(np.array([[[0, 1, 2]]], np.uint16), experts=4)
+    plain = dict(threads=2, compute_s=0.0, latency_s=0.0, event_loop=event_loop)
+    assert run(one, **plain).exposed.tolist() == [[6.0]]
+    # Two readers begin half a second late and end a quarter late: 2.75 and 4.75. The third read is begun at 2.75 by
+    # the first, which is awake; the link has it from 4 to 6.
+    assert run(one, **plain, wake_s=0.25, start_s=0.5).exposed.tolist() == [[6.25]]
+    # A single read has both.
+    single = Passes.of(np.array([[[0]]], np.uint16), experts=4)
+    assert run(single, **plain, wake_s=0.25, start_s=0.5).exposed.tolist() == [[2.75]]
+
+
+def test_the_asking_thread_begins_at_once():
+    single = Passes.of(np.array([[[0, 1]]], np.uint16), experts=4)
+    got = run(single, threads=1, asking_reads=True, compute_s=0.0, latency_s=0.0, wake_s=0.25, start_s=9.0)
+    # The reader takes the first at once on the link, and is told 9 s later; the asking thread has the second at 4.25.
+    assert got.ready.tolist() == [[11.25]]
+
+
 def test_prediction_in_the_forward_by_hand():
     got = run(TWO, **BY_HAND, predictor=Oracle(TWO))
     # Layer 1's two reads begin when the readers are free, at 5.5 and 7.5, and queue on the link: 9.5 and 11.5.
