@@ -177,11 +177,13 @@ class Scheduler:
 
     def _reconsider(self, live: Ticket, now: float) -> None:
         """Priority, deadline and confidence of its claims; its place in the queue."""
-        claims = live._claims.values()
-        before, live.priority = live.priority, min(claim[0] for claim in claims)
-        live.deadline = min(claim[1] for claim in claims)
-        live.confidence = max(claim[2] for claim in claims)
-        live.visit = max((claim[3] for claim in claims if claim[3] is not None), default=None)
+        claims, before = live._claims.values(), live.priority
+        if len(claims) == 1:  # almost always
+            ((live.priority, live.deadline, live.confidence, live.visit),) = claims
+        else:
+            priorities, deadlines, confidences, visits = zip(*claims, strict=True)
+            live.priority, live.deadline, live.confidence = min(priorities), min(deadlines), max(confidences)
+            live.visit = max((visit for visit in visits if visit is not None), default=None)
         if live.state == STARTED:
             if live.started_as != P0 and live.priority == P0 and math.isnan(live.joined_at):
                 live.joined_at = now
