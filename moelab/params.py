@@ -9,6 +9,7 @@ the notebook's first cell after the parameters.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -30,6 +31,21 @@ def param(default: Any, help: str, *, min: Any = None, max: Any = None, choices:
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def known_names(cls: type) -> type:
+    """Decorator of a dataclass of options: an unknown name is a ParameterError that lists the known ones."""
+    init, names = cls.__init__, sorted(field.name for field in dataclasses.fields(cls))
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **values: Any) -> None:
+        for name in values:
+            if name not in names:
+                raise ParameterError(f"{cls.__name__} has no such option", field=name, got=values[name], expected=names)
+        init(self, *args, **values)
+
+    cls.__init__ = checked
+    return cls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,13 +224,17 @@ def tokenizer_of(path: Path, config: dict[str, Any]) -> Any:
     """
     from mlx_lm.utils import load_tokenizer
 
+    got = "a tokenizer that knows no text"  # what transformers makes where there are no files
     try:
-        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError, KeyError, TypeError) as error:  # transformers has an error of its own for each case
-        raise MissingArtifactError(
-            "no tokenizer here", file=path, got=str(error).splitlines()[0],
-            expected="tokenizer.json, or what the family has", fix="put the tokenizer's files beside the weights",
-        ) from error  # fmt: skip
+        tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        if tokenizer.encode(PROBE, add_special_tokens=False):
+            return tokenizer
+    except (OSError, ValueError, KeyError, TypeError) as error:  # it has an error of its own for each case
+        got = (str(error).splitlines() or [type(error).__name__])[0]
+    raise MissingArtifactError(
+        "no tokenizer here", file=path, got=got, expected="tokenizer.json, or what the family has",
+        fix="put the tokenizer's files beside the weights",
+    )  # fmt: skip
 
 
 def cast(network: nn.Module, precision: str) -> None:

@@ -101,18 +101,12 @@ class Counters:
         return self.hits / self.lookups if self.lookups else float("nan")
 
     @property
-    def warm_hit_rate(self) -> float:
-        """The same among experts that had been asked for before."""
-        warm = self.warm_hits + self.warm_misses
-        return self.warm_hits / warm if warm else float("nan")
-
-    @property
     def useful_prefetch_ratio(self) -> float:
-        """Predicted physical bytes consumed ÷ predicted physical bytes read (AFN-021); nan if none was read."""
+        """Predicted physical bytes consumed ÷ predicted physical bytes read; nan if none was read."""
         return self.prefetch_used_bytes / self.prefetch_bytes if self.prefetch_bytes else float("nan")
 
     def byte_amplification(self, tokens: int) -> float:
-        """Physical expert bytes ÷ accepted output tokens (AFN-021); nan without tokens."""
+        """Physical expert bytes ÷ accepted output tokens; nan without tokens."""
         return self.read_bytes / tokens if tokens else float("nan")
 
     def to_json(self) -> dict[str, int]:

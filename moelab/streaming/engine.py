@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from ..errors import ContractError, ParameterError
 from ..models.loading import PRECISIONS, MoEGeometry
+from ..params import known_names
 from ..routes import PREFILLED
 from .cache import Cache
 from .device import VirtualDevice
@@ -42,11 +43,16 @@ MiB = 1 << 20
 KINDS: dict[str, type] = {
     "cache_bytes": int, "policy": str, "precision": str, "reader": str, "device": VirtualDevice, "check_reads": bool,
     "threads": int, "max_inflight_bytes": int, "reserve_bytes": int, "allocator_cache_bytes": int,
-    "below_cycle": bool, "prefill_step_size": int, "layer": LayerOptions,
+    "below_cycle": bool, "prefill_step_size": int, "layer": LayerOptions, "change_top_k": bool,
+}  # fmt: skip
+LEAST = {
+    "cache_bytes": 1, "threads": 1, "max_inflight_bytes": 1, "reserve_bytes": 0, "allocator_cache_bytes": 0,
+    "prefill_step_size": 1,
 }  # fmt: skip
 OPTIONAL = {"cache_bytes", "policy", "device", "check_reads", "threads", "max_inflight_bytes", "layer"}
 
 
+@known_names
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How a model is streamed. Bytes are bytes, times seconds.
@@ -67,6 +73,10 @@ class EngineOptions:
         below_cycle: allow a cache smaller than the experts of one token.
         prefill_step_size: prompt tokens a pass, as in mlx-lm; under a budget at most.
         layer: staged slots, pins and prefill windows (`options`); None = the exact path alone.
+        change_top_k: `layer.top_k` may be another number than the model's own K. Its output is then another model's.
+
+    Raises:
+        ParameterError: an unknown name, a wrong type or range, or a policy that contradicts `layer`.
     """
 
     cache_bytes: int | None = None
@@ -82,6 +92,7 @@ class EngineOptions:
     below_cycle: bool = False
     prefill_step_size: int = 2048
     layer: LayerOptions | None = None
+    change_top_k: bool = False
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -99,9 +110,9 @@ class EngineOptions:
             )
         if self.threads is None:
             object.__setattr__(self, "threads", 2 if self.layer is None else self.layer.load_threads)
-        for name in ("threads", "reserve_bytes", "allocator_cache_bytes", "prefill_step_size"):
-            if getattr(self, name) < (1 if name in ("threads", "prefill_step_size") else 0):
-                raise ParameterError("out of range", field=name, got=getattr(self, name), expected="positive")
+        for name, least in LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ParameterError("out of range", field=name, got=value, expected=f">= {least}")
         if self.precision not in PRECISIONS:
             raise ParameterError("unknown precision", field="precision", got=self.precision, expected=PRECISIONS)
 

@@ -62,6 +62,11 @@ class Fill:
         base, above, copies = layer * memory.store.experts, memory.store.layers * memory.store.experts, []
         with memory._change:
             memory._check_open()
+            absent = [expert for expert in experts if memory.cache.slot(base + expert) is None]
+            if busy := sorted(expert for expert in absent if base + above + expert in memory.outside):
+                raise ContractError(
+                    "an expert is filled in one place at a time", field="experts", got=busy, expected=[]
+                )
             for expert, out in zip(experts, outs, strict=True):
                 if (slot := memory.cache.slot(base + expert)) is not None:
                     memory.cache.lease([base + expert])
@@ -70,8 +75,6 @@ class Fill:
                 else:
                     self.pending[base + above + expert] = out
                     self.read.append(expert)
-            if busy := sorted(key - above for key in self.pending if key in memory.outside):
-                raise ContractError("an expert is filled in one place at a time", field="keys", got=busy, expected=[])
             if together:
                 self._ask(list(self.pending), P0 if urgent else P1, deadline)
         for _, slot, out in copies:

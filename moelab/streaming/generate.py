@@ -9,6 +9,7 @@ shorter: `StreamingEngine.prefill_step` says how long they are, and mlx-lm in th
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,17 @@ if TYPE_CHECKING:
 
 __all__ = ["stream_generate", "stream_tokens"]
 
+NOT_HERE = {
+    "kv_bits": "attention caches stay in the precision of the run",
+    "kv_group_size": "attention caches are not quantised",
+    "quantized_kv_start": "attention caches are not quantised",
+    "input_embeddings": "a request is token ids",
+    "draft_model": "there is no drafting here",
+    "num_draft_tokens": "there is no drafting here",
+    "stream": "passes run on the device's default stream",
+}
+"""Arguments of mlx-lm's that streaming does not have, and why."""
+
 
 def stream_tokens(
     engine: StreamingEngine,
@@ -39,6 +51,7 @@ def stream_tokens(
     prompt_cache: list[Any] | None = None,
     prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
+    **others: Any,
 ) -> Iterator[tuple[int, mx.array]]:
     """Token ids and log-probabilities `[V]`, one decode pass each; arguments as in `mlx_lm.generate_step`.
 
@@ -46,8 +59,14 @@ def stream_tokens(
     computed at once at most (`StreamingEngine.prefill_step`).
 
     Raises:
-        ParameterError: an empty prompt, or ids that are none.
+        ParameterError: an empty prompt, ids that are none, or an argument that streaming does not have (`NOT_HERE`).
+        ContractError: the reserve of a memory budget does not hold the request; nothing was read.
     """
+    for name, value in others.items():
+        raise ParameterError(
+            f"streaming does not have this: {NOT_HERE[name]}" if name in NOT_HERE else "unknown argument", field=name,
+            got=value, expected=KNOWN,
+        )  # fmt: skip
     vocabulary = engine.loaded.config.get("vocab_size") or engine.loaded.config.get("text_config", {}).get("vocab_size")
     if not len(prompt):
         raise ParameterError("a prompt has tokens", field="prompt", got=[], expected="at least one token id")
@@ -83,6 +102,9 @@ def stream_tokens(
             ahead = engine.run(y[None], cache, DECODED)[:, -1, :]
         yield y.item(), logprobs[0]
         count += 1
+
+
+KNOWN = tuple(inspect.signature(stream_tokens).parameters)[2:-1]
 
 
 def stream_generate(
@@ -122,10 +144,7 @@ def stream_generate(
             finish_reason=reason,
         )
 
-    try:
-        stream = stream_tokens(engine, prompt, max_tokens=max_tokens, **kwargs)
-    except TypeError as error:
-        raise ParameterError("unknown argument", got=str(error), expected="those of stream_tokens") from None
+    stream = stream_tokens(engine, prompt, max_tokens=max_tokens, **kwargs)
     for token, logprobs in stream:  # noqa: B007  (both are read by `response`)
         count += 1
         if count == 1:

@@ -26,7 +26,8 @@ that it lacks would be lost). False: a set serves one pass. |
 | `prefetch_threads`, `prefetch_cap` | Reads ahead of demand (prefetch, windows, `staged_sync=False`) in progress at \
 the same time; the smaller of the two. |
 | `use_compile` | mlx-lm's own compiled activations run, always: False is refused (set MLX_DISABLE_COMPILE). |
-| `top_k` | Experts a token, instead of the model's own K, in prefill and decode. |
+| `top_k` | Experts a token in prefill and decode; None = the model's own K. Any other number makes it another \
+model, which `EngineOptions(change_top_k=True)` says is meant. |
 | `full_layer_prefill` | A prefill pass reads whole layers, one ahead of the computation. |
 | `prefill_full_layers` | How many layers, from the first; 0 = all. |
 | `prefill_hot` | > 0: a prefill pass has the hottest experts of each layer read one layer ahead; others are exact. |
@@ -46,6 +47,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ..errors import ParameterError
+from ..params import known_names
 
 __all__ = ["ON_MISSING", "PROFILES", "LayerOptions", "profile"]
 
@@ -60,12 +62,13 @@ _ALWAYS = {
 }
 
 
+@known_names
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
     """See the table in the module text.
 
     Raises:
-        ParameterError: a wrong type or range, or options that contradict each other.
+        ParameterError: an unknown name, a wrong type or range, or options that contradict each other.
     """
 
     staged: bool = False
@@ -139,20 +142,11 @@ class LayerOptions:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """From a mapping; absent fields take their defaults. Raises ParameterError for an unknown field."""
-        return cls(**_known(values))
+        return cls(**{str(name): value for name, value in values.items()})
 
     def overrides(self, **values: Any) -> Self:
         """The same with other values. Raises ParameterError for an unknown field."""
-        return dataclasses.replace(self, **_known(values))
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    for name in values:
-        if name not in LayerOptions.names():
-            raise ParameterError(
-                "unknown layer option", field=str(name), got=values[name], expected=sorted(LayerOptions.names())
-            )
-    return dict(values)
+        return dataclasses.replace(self, **values)
 
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -173,11 +167,12 @@ PROFILES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """Name → the fields that it sets; the rest are defaults. As the source project ships them: `staged_k4` for the 35b
-tier, `prod_k8` for the 8b tier, `staged_k8` for eight experts a token with history."""
+tier, `prod_k8` for the 8b tier, `staged_k8` for eight experts a token with history. They name the K of their tier: for
+a model with another, `profile(name, top_k=None)` keeps the model's."""
 
 
 def profile(name: str, **overrides: Any) -> LayerOptions:
     """A profile, with other values where wanted. Raises ParameterError for an unknown profile or field."""
     if name not in PROFILES:
         raise ParameterError("unknown profile", field="profile", got=name, expected=sorted(PROFILES))
-    return LayerOptions.from_dict({**PROFILES[name], **_known(overrides)})
+    return LayerOptions(**{**PROFILES[name], **overrides})

@@ -120,7 +120,8 @@ def divide(
     if budget < cycle and not below_cycle:
         raise ContractError(
             "the cache is smaller than one token's experts", field="budget", got=budget, expected=f">= {cycle}",
-            fix="raise the budget, or say below_cycle=True (a cache by recency then hits nothing)",
+            fix=f"raise the budget; or say below_cycle=True, with {sum(slot_bytes)} bytes or more, an expert a layer "
+            "(a cache by recency then hits nothing)",
         )  # fmt: skip
     sizes = sorted(set(slot_bytes))
     members = [tuple(layer for layer in range(layers) if slot_bytes[layer] == size) for size in sizes]
@@ -138,8 +139,9 @@ def divide(
             needed = 1 if below_cycle else top_k
             if share - pinned < needed:
                 raise ContractError(
-                    "too few slots are left to choose", field="budget, pins", got=(budget, pinned),
-                    expected=f">= {needed} slots beside {pinned} pins, not {share - pinned}, in layers {mine}",
+                    "too few slots of some layers are left to choose from", field="budget, pins",
+                    got=f"{budget} bytes: {share} slots for layers {mine}, {pinned} of them pinned",
+                    expected=f">= {needed} beside {pinned} pins", fix="raise the budget, or pin fewer",
                 )  # fmt: skip
             parts.append(Part(mine, share, pinned))
     return tuple(slots), [sizes.index(size) for size in slot_bytes], parts

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 import mlx.core as mx
 import psutil
 
-from ..errors import ContractError, ParameterError
+from ..errors import ContractError, GeometryError, ParameterError
 from ..files import digest_json
 from ..models.loading import LoadedModel, cast, measure, tokenizer_of, widen_experts
 from .footprint import Footprint
@@ -105,6 +105,12 @@ class StreamedModel(LoadedModel):
     ) -> Self:
         frame = skeleton(model)
         if options.layer is not None and options.layer.top_k is not None:
+            if options.layer.top_k != frame.blocks[0].family.top_k and not options.change_top_k:
+                raise GeometryError(
+                    "the layer options choose another number of experts than the model", file=frame.path,
+                    field="options.layer.top_k", got=options.layer.top_k, expected=frame.blocks[0].family.top_k,
+                    fix="top_k=None, as in profile(name, top_k=None); or change_top_k=True, for another output",
+                )  # fmt: skip
             frame = with_top_k(frame, options.layer.top_k)
         geometry = measure(frame.blocks)
         cast(frame.network, options.precision)
