@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,6 +96,26 @@ class LayerInputs:
 
     def rows(self, window: int) -> slice:
         return slice(self.first[window], self.first[window + 1])
+
+    def some(self, kept: np.ndarray) -> tuple[LayerInputs, np.ndarray]:
+        """Some of the windows, ascending, with their batches cut down, and which rows their tokens are."""
+        rows = np.concatenate([np.arange(self.first[i], self.first[i + 1]) for i in kept])
+        order, states = [], []
+        for batch, state in zip(self.order, self.states, strict=True):
+            inside = np.flatnonzero(np.isin(batch, kept))
+            if len(inside):
+                order.append(np.searchsorted(kept, batch[inside]))
+                states.append(state[inside.tolist()][:, : max(len(self.windows[i]) for i in batch[inside])])
+        windows = [self.windows[i] for i in kept]
+        first = np.concatenate([[0], np.cumsum([len(w) for w in windows])])
+        part = replace(
+            self, windows=windows, order=order, states=states, x=self.x[rows], ids=self.ids[rows], first=first
+        )
+        return part, rows
+
+    def every(self, stride: int) -> tuple[LayerInputs, np.ndarray]:
+        """One window in `stride`, spread over the owners that windows are ordered by."""
+        return self.some(np.arange(0, len(self.windows), stride))
 
 
 def layer_inputs(loaded: LoadedModel, windows: Sequence[np.ndarray], layer: int, *, tokens: int = 512) -> LayerInputs:

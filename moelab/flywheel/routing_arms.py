@@ -2,7 +2,7 @@
 
 Calibrated policies see scores whose zero is the anchor. Native arms run the router's own first k experts with
 their own weights, k = 0 (the anchor alone) to K (the layer as trained): the same arity without calibration, and
-the opponent to beat at equal bytes. Corrections are added whole (`unit`), as the model was trained to do; two
+the opponent to beat at equal bytes. Corrections are added whole (`unit`), as the model was trained to do; a few
 arms mix complete outputs instead, with weights that sum to 1.
 """
 
@@ -88,15 +88,14 @@ def arms(
         *(arm for arm in native if arm.native in (top_k, 2, 1)),
         Arm("anchored top-1", AnchoredTop1Selection()),
         Arm("anchor-veto top-2", veto),
-        Arm("anchor-veto top-2, softmax", veto, combination=ScoreSoftmaxCombination(), mixing="score softmax"),
-        Arm("anchor-veto top-2, equal", veto, combination=EqualCombination(), mixing="equal", loss=False),
-        Arm(
-            "anchor-veto top-2, evidence", veto, combination=PositiveEvidenceCombination(),
-            mixing="positive evidence", loss=False,
-        ),
         *(
-            Arm("anchor-veto top-2, learned", veto, combination=mixture, mixing="learned", loss=False)
-            for mixture in (head,)
+            Arm(f"anchor-veto top-2, {name}", veto, combination=mixture, mixing=name, loss=False)
+            for name, mixture in {
+                "score softmax": ScoreSoftmaxCombination(),
+                "equal": EqualCombination(),
+                "positive evidence": PositiveEvidenceCombination(),
+                "learned": head,
+            }.items()
             if mixture is not None
         ),
         Arm(f"adaptive top-1/2 > {mixture_threshold:g}", adaptive),
