@@ -19,19 +19,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import mlx.core as mx
 import numpy as np
 
 from ..errors import RecordError
 from .estimates import Estimate, clustered_mean, paired_difference
+from .prerouter_lockstep import Lockstep
+from .prerouter_steps import OWN, Arm, Steps
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
-    from ..prerouter import HeadBank, Wiring
-    from .prerouter_lockstep import Arm, Steps
+    from ..prerouter import HeadBank, Tier
 
 __all__ = ["BINS", "Texts", "Heads", "by_depth", "by_mode", "by_position", "by_top_k", "on_its_own"]
 
-BINS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+BINS = (0, 4, 8, 16, 32, 64, 96)
 """Decoded tokens before, from which a bin begins."""
 PAST = "replace, past native"
 
@@ -90,19 +92,15 @@ class Heads:
     """What a lock step needs of a head file."""
 
     bank: HeadBank
-    wiring: Wiring
+    tier: Tier
     calibration: Mapping[int, tuple[float, float]]
 
     def run(self, loaded: LoadedModel, arms: Sequence[Arm], texts: Texts, *, top_k: int | None = None) -> Steps:
-        from .prerouter_lockstep import Lockstep
-
-        lockstep = Lockstep(loaded, self.bank, self.wiring, arms, calibration=self.calibration, top_k=top_k)
+        lockstep = Lockstep(loaded, self.bank, self.tier.wiring, arms, calibration=self.calibration, top_k=top_k)
         return lockstep.run(texts.tokens, texts.decoded)
 
 
 def _arm(name: str, mode: str, **fields: Any) -> Arm:
-    from .prerouter_lockstep import Arm
-
     return Arm(name=name, mode=mode, **fields)
 
 
@@ -132,21 +130,30 @@ def mode_rows(arms: Sequence[Arm], steps: Steps, texts: Texts, consumers: Sequen
 
 
 def by_top_k(
-    loaded: LoadedModel, heads: Heads, texts: Texts, counts: Sequence[int], native: Steps, consumers: Sequence[int]
+    loaded: LoadedModel,
+    heads: Heads,
+    texts: Texts,
+    counts: Sequence[int],
+    own: tuple[Sequence[Arm], Steps],
+    consumers: Sequence[int],
 ) -> list[dict[str, Any]]:
     """`off`, `replace` and `replace_true_weights` with other numbers of experts, against the native model with its own.
 
-    `native`: lock step of the same texts whose first arm that is.
+    `own`: what `by_mode` found on texts of which these are the first.
     """
-    arms, rows = [_arm(mode, mode) for mode in ("off", "replace", "replace_true_weights")], []
-    reference = native.loss[0, : len(texts)], native.greedy[0, : len(texts)]
-    for top_k in counts:
-        steps = heads.run(loaded, arms, texts, top_k=top_k)
+    names = ("off", "replace", "replace_true_weights")
+    arms, mask, rows = [_arm(name, name) for name in names], texts.counted, []
+    native = own[1].loss[0, : len(texts)], own[1].greedy[0, : len(texts)]
+    for top_k in sorted({*counts, loaded.family.top_k}):
+        if top_k == loaded.family.top_k:
+            place = [[arm.name for arm in own[0]].index(name) for name in names]
+            steps = own[1].some(place, len(texts))
+        else:
+            steps = heads.run(loaded, arms, texts, top_k=top_k)
         for number, arm in enumerate(arms):
-            figures = _figures(steps, number, texts, consumers, top_k, native=reference)
-            mask = texts.counted
-            own = paired_difference(steps.loss[number][mask], steps.loss[0][mask], _cluster(texts))
-            rows.append({"top_k": top_k, "arm": arm.name, **figures, "over_gate": _plain(own)})
+            figures = _figures(steps, number, texts, consumers, top_k, native=native)
+            more = paired_difference(steps.loss[number][mask], steps.loss[0][mask], _cluster(texts))
+            rows.append({"top_k": top_k, "arm": arm.name, **figures, "over_gate": _plain(more)})
     return rows
 
 
@@ -216,39 +223,49 @@ def by_position(arms: Sequence[Arm], steps: Steps, texts: Texts) -> list[dict[st
 def on_its_own(
     loaded: LoadedModel, heads: Heads, texts: Texts, *, prompt: int, tokens: int, threshold: float
 ) -> dict[str, Any]:
-    """Greedy answers of `tokens` tokens to the first `prompt` tokens of every text.
+    """Greedy answers to the first `prompt` tokens of every text. Their first token is the prompt's, and equal in all
+    modes; the `tokens` that follow are chosen by the mode.
 
     Returns:
         `rows`, one an arm: where it parts from the native answer, and the native model's loss and agreement on what it
-        wrote. `apart`, one an arm and position: share of answers that are still the native one.
+        wrote. `apart`, one an arm and position: share of answers that are still the native one. `position`, one an
+        arm and bin of positions: the native model's loss and agreement there.
     """
-    from .prerouter_lockstep import OWN
-
     arms = [_arm("off", "off"), _arm("replace", "replace"), _arm("replace_true_weights", "replace_true_weights")]
     arms.append(_arm(f"gated at {threshold:g}", "gated", threshold=threshold))
-    asked = np.concatenate([texts.tokens[:, :prompt], np.full((len(texts), tokens), OWN, np.int32)], axis=1)
-    decoded = np.zeros(asked.shape, bool)
-    decoded[:, prompt:] = True
+    asked = np.full((len(texts), prompt + tokens + 1), OWN, np.int32)
+    asked[:, :prompt] = texts.tokens[:, :prompt]
+    decoded = np.broadcast_to(np.arange(asked.shape[1]) >= prompt, asked.shape)
     written = heads.run(loaded, arms, Texts(asked, decoded, texts.thread)).tokens
-    rows, apart = [], []
+    out: dict[str, Any] = {"prompt": prompt, "tokens": tokens, "rows": [], "apart": [], "position": []}
     for number, arm in enumerate(arms):
-        same = np.cumprod(written[number, :, prompt:] == written[0, :, prompt:], axis=1)
-        again = Texts(written[number], decoded, texts.thread)
-        native = heads.run(loaded, arms[:1], again)
-        mask, following = again.counted, np.roll(written[number], -1, axis=1)
-        cluster = _cluster(again)
-        rows.append(
-            {
-                "arm": arm.name, "equal_tokens": _plain(clustered_mean(same.sum(1), texts.thread)),
-                "loss": _plain(clustered_mean(native.loss[0][mask], cluster)),
-                "agrees": _plain(clustered_mean((native.greedy[0] == following)[mask], cluster)),
-            }
-        )  # fmt: skip
-        apart += [
-            {"arm": arm.name, "tokens": t + 1, "equal": _plain(clustered_mean(same[:, t], texts.thread))}
-            for t in range(tokens)
-        ]
-    return {"prompt": prompt, "tokens": tokens, "rows": rows, "apart": apart}
+        loss, likeliest = _native(loaded, written[number], prompt)
+        chosen, kind = written[number, :, prompt + 1 :], {"arm": arm.name}
+        same = np.cumprod(chosen == written[0, :, prompt + 1 :], axis=1)
+
+        def mean(values: np.ndarray) -> dict[str, Any]:
+            return _plain(clustered_mean(values, texts.thread))
+
+        agrees = likeliest == chosen
+        out["rows"].append(kind | {"equal_tokens": mean(same.sum(1)), "loss": mean(loss), "agrees": mean(agrees)})
+        out["apart"] += [kind | {"tokens": t + 1, "equal": mean(same[:, t])} for t in range(tokens)]
+        for part in np.array_split(np.arange(tokens), min(6, tokens)):
+            where = {"from": int(part[0]) + 1, "to": int(part[-1]) + 1}
+            out["position"].append(kind | where | {"loss": mean(loss[:, part]), "agrees": mean(agrees[:, part])})
+    return out
+
+
+def _native(loaded: LoadedModel, tokens: np.ndarray, prompt: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of texts `[n, T]`, the resident model's loss `f64[n, T - prompt - 1]` on tokens after the first decoded one, and
+    its own likeliest."""
+    losses, likeliest = [], []
+    for text in tokens:
+        logits = np.array(loaded.model(mx.array(text[None]))[0, prompt:-1].astype(mx.float32), np.float64)
+        top = logits.max(-1)
+        following = logits[np.arange(len(logits)), text[prompt + 1 :]]
+        losses.append(top + np.log(np.exp(logits - top[:, None]).sum(-1)) - following)
+        likeliest.append(logits.argmax(-1))
+    return np.array(losses), np.array(likeliest)
 
 
 def _figures(

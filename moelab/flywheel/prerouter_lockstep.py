@@ -20,8 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -31,66 +30,17 @@ from ..errors import ContractError, GeometryError, ParameterError
 from ..models.native import select
 from ..prerouter.heads import HeadBank
 from ..prerouter.hooks import BlockParts, attach, detach
-from ..prerouter.modes import MODES, true_weights
+from ..prerouter.modes import true_weights
 from ..prerouter.spec import Wiring
+from .prerouter_steps import OWN, Arm, Steps
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
 
-__all__ = ["OWN", "Arm", "Lockstep", "Steps"]
+__all__ = ["Lockstep"]
 
 ROWS = 256
 """At once; more are no faster."""
-OWN = -1
-"""In place of a token: the row's likeliest one, given those before it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """A way of using predictions. `mode`, `threshold` as in `prerouter.modes` ("off" and "advise" are the same here).
-
-    `layers`: MoE layers whose predictions are used; None = all consumers. `native_history`: see the module.
-    """
-
-    name: str
-    mode: str
-    threshold: float = 0.0
-    layers: tuple[int, ...] | None = None
-    native_history: bool = False
-
-    def __post_init__(self):
-        if self.mode not in MODES:
-            raise ParameterError("no such mode", field="mode", got=self.mode, expected=MODES)
-
-
-@dataclass(frozen=True, eq=False)
-class Steps:
-    """What happened to each arm and text at each token fed.
-
-    tokens: `i32[A, n, T]` fed. greedy: `i32[A, n, T]` likeliest next token. loss: `f64[A, n, T]` nats of the token that
-    follows in the text, NaN where none does. decoded: `bool[n, T]`.
-    hits: `u8[A, n, T, L]` predicted experts that the layer's own gate also chooses, on the state that it has then.
-    replaced: `bool[A, n, T, L]` layers whose route was the prediction.
-    drift: `f32[A, n, T, L]` distance of the input of a layer's experts from the first arm's, as a share of its length.
-    """
-
-    tokens: np.ndarray
-    greedy: np.ndarray
-    loss: np.ndarray
-    decoded: np.ndarray
-    hits: np.ndarray
-    replaced: np.ndarray
-    drift: np.ndarray
-
-    @classmethod
-    def empty(cls, arms: int, tokens: np.ndarray, decoded: np.ndarray, layers: int) -> Self:
-        """Of texts `tokens`, `decoded [n, T]`, before anything has happened."""
-        shape = (arms, *tokens.shape)
-        return cls(
-            np.broadcast_to(tokens, shape).astype(np.int32), np.full(shape, -1, np.int32), np.full(shape, np.nan),
-            decoded.copy(), np.zeros((*shape, layers), np.uint8), np.zeros((*shape, layers), bool),
-            np.zeros((*shape, layers), np.float32),
-        )  # fmt: skip
 
 
 class Lockstep:
@@ -140,10 +90,12 @@ class Lockstep:
         """
         if tokens.shape != decoded.shape or tokens.ndim != 2:
             raise GeometryError("one phase a token", field="decoded", got=decoded.shape, expected=tokens.shape)
-        if not decoded.any(1).all() or (tokens[~decoded] < 0).any():
+        if not decoded.any(1).all():
             raise ContractError(
                 "nothing is decoded of a text", field="decoded", got=decoded.any(1).tolist(), expected=True
             )
+        if (tokens[~decoded] < 0).any():
+            raise ContractError("the likeliest token in a prompt", field="tokens", got=OWN, expected="a token")
         first = decoded.argmax(1)
         if first.min() < 2:
             raise ContractError(

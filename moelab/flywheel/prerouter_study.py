@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .prerouter_cost import Heads, Texts
 
 RESULT = "modes.json"
-FIGURES_VERSION = 1
+FIGURES_VERSION = 2
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
 
@@ -118,7 +118,7 @@ def study(
         loaded, records, dataset, trained, shape=shape, cache_fraction=judged_as.cache_fraction, token_s=token_s
     )
     told("agreement")
-    top_k, consumers = loaded.family.top_k, heads.wiring.consumer_index
+    top_k, consumers = loaded.family.top_k, heads.tier.wiring.consumer_index
     arms, found = cost.by_mode(loaded, heads, texts, options.thresholds)
     out["modes"] = cost.mode_rows(arms, found, texts, consumers, top_k)
     out["drift"] = cost.drifts(arms, found, texts)
@@ -126,7 +126,7 @@ def study(
     out["position"] = cost.by_position(arms, found, texts)
     told("modes")
     part = texts.some(options.part_texts)
-    out["top_k"] = cost.by_top_k(loaded, heads, part, sorted({*options.top_ks, top_k}), found, consumers)
+    out["top_k"] = cost.by_top_k(loaded, heads, part, options.top_ks, (arms, found), consumers)
     told("other K")
     out["depth"] = cost.by_depth(loaded, heads, part, consumers, top_k)
     told("depth")
@@ -134,7 +134,7 @@ def study(
         loaded, heads, texts, prompt=options.prompt, tokens=options.tokens, threshold=options.answer_threshold
     )
     told("greedy answers")
-    out["engine"] = _engine(loaded, heads, trained, texts, arms, found, options)
+    out["engine"] = _engine(loaded, heads, texts, arms, found, options)
     told("engine")
     out["texts"] = {"texts": len(texts), "threads": len(np.unique(texts.thread)), "tokens": int(texts.counted.sum())}
     return out
@@ -157,7 +157,7 @@ def _heads(loaded: LoadedModel, trained: artifacts.Artifact, form: str) -> Heads
     file = read_heads(trained.file(FILES[form]))
     identity = file.identity
     pairs = dict(zip(identity.owners, identity.confidence, strict=True))
-    return Heads(file.bank(), tier_of(loaded, identity.hidden).wiring, pairs)
+    return Heads(file.bank(), tier_of(loaded, identity.hidden), pairs)
 
 
 def _token_s(loaded: LoadedModel, tokens: np.ndarray, count: int) -> float:
@@ -172,7 +172,7 @@ def _token_s(loaded: LoadedModel, tokens: np.ndarray, count: int) -> float:
     return float(np.median(seconds[2:]))
 
 
-def _engine(loaded, heads: Heads, trained, texts: Texts, arms, found, options: PrerouterOptions) -> list[dict]:
+def _engine(loaded, heads: Heads, texts: Texts, arms, found, options: PrerouterOptions) -> list[dict]:
     """The first text's first decoded tokens through the streaming engine, mode by mode, beside the lock step's loss."""
     import mlx.core as mx
 
@@ -185,7 +185,6 @@ def _engine(loaded, heads: Heads, trained, texts: Texts, arms, found, options: P
         options.check_tokens, int(texts.decoded[0, first:].argmin() or 1 << 30), texts.tokens.shape[1] - first - 1
     )
     line = texts.tokens[0, : first + count + 1]
-    spec = tier_of(loaded, trained.counts.get("hidden", 1)).spec
     names = {arm.name: number for number, arm in enumerate(arms)}
     plan = [("off", "off", 0.0), ("advise", "advise", 0.0), ("replace", "replace", 0.0)]
     plan.append(("replace_true_weights", "replace_true_weights", 0.0))
@@ -195,7 +194,7 @@ def _engine(loaded, heads: Heads, trained, texts: Texts, arms, found, options: P
     with StreamingEngine.load(loaded.path, everything) as engine:
         for name, mode, threshold in plan:
             given = {"heads": heads.bank, "calibration": heads.calibration, "mode": mode, "threshold": threshold}
-            with install_prerouter(engine.loaded, spec, engine, **given):
+            with install_prerouter(engine.loaded, heads.tier.spec, engine, **given):
                 engine.reset()
                 cache = engine.loaded.make_cache()
                 engine.run(mx.array(line[None, :first]), cache, PREFILLED)

@@ -78,7 +78,7 @@ def _agreement(figures: Mapping[str, Any]) -> list[str]:
         f"The layer's own gate, one layer early, names {_percent(early['recall'])}, {_lead(early)} ahead.",
         f"Of the experts that the cache lacks, a head's K candidates a layer bring {_percent(heads['covered'])} in "
         f"time; {idle:.0%} of what is read for them is not used.",
-        f"The previous token's experts are {_percent(token['recall'])} of the route and {_percent(token['covered'])} of "
+        f"The previous token's experts are {_percent(token['recall'])} of the route, {_percent(token['covered'])} of "
         + ("what the cache lacks: mostly it has them already." if kept else "what the cache lacks."),
     ]
 
