@@ -50,6 +50,8 @@ ARMS: dict[str, tuple[str, str] | None] = {
     "replace, step_boundary": ("replace", "step_boundary"),
 }
 """What predictions do, and when they are issued."""
+UNSLOWED = 1e18
+"""Bytes a second of a declared disk that slows nothing down."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,7 @@ class Answer:
     Attributes:
         prompt, text: tokens prefilled, and fed one by one.
         said: the model's greedy choice after each token of `text`.
-        ids: `i64[T, L, K]`, T = prompt and text.
+        ids: `i64[T, L, K]`, T = prompt and text, and what of the text is known beyond.
         told: (pass, owner) → candidates of the owner's consumer in the next pass, the surest first; pass 0 is the
             prompt, owners are MoE layers.
     """
@@ -76,18 +78,18 @@ class Answer:
         return np.repeat(np.array([PREFILLED, DECODED], np.uint8), [len(self.prompt), len(self.text)])
 
     def first(self, tokens: int) -> Answer:
-        """Its beginning: the prompt, and `tokens` of the text."""
-        kept = self.ids[: len(self.prompt) + tokens]
-        return replace(self, text=self.text[:tokens], said=self.said[:tokens], ids=kept)
+        """Its beginning: the prompt, and `tokens` of the text. The routes of the rest are still known."""
+        return replace(self, text=self.text[:tokens], said=self.said[:tokens])
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One text in one arm; figures are means of its decoded passes.
+    """One text in one arm; figures are means of its decoded passes but the first, from the end of that one on: so every
+    issue point has the reads of as many passes in them.
 
     Attributes:
         exposed: waiting for reads, in the layers and at a synchronous boundary.
-        missing: `i64[T]`, experts of each decoded pass that were not resident when asked for; `waited f64[T]`.
+        missing: `i64[T]`, experts of each pass that were not resident when asked for; `waited f64[T]`.
         layer_s: `f64[T, L]`, seconds of each layer in which it did not wait.
     """
 
@@ -100,32 +102,39 @@ class Turn:
     layer_s: np.ndarray
 
 
-def feed(engine: StreamingEngine, prompt: Sequence[int], text: Sequence[int]) -> Turn:
-    """Prefill `prompt` in one pass, decode along `text`."""
-    memory, timeline, said, took = engine.memory, engine.forward.timeline, [], []
+def feed(
+    engine: StreamingEngine, prompt: Sequence[int], text: Sequence[int], *, bytes_per_s: float | None = None
+) -> Turn:
+    """Prefill `prompt` in one pass, at the speed of the disk as it is; decode along `text`, slowed to `bytes_per_s`."""
+    memory, store, timeline, device = engine.memory, engine.store, engine.forward.timeline, engine.options.device
+    said, took = [], []
     engine.reset()
     timeline.clear()
     cache = engine.loaded.make_cache()
     engine.run(mx.array([list(prompt)]), cache, PREFILLED)
-    read, drained = engine.store.physical_bytes, memory.drained_s
+    if device is not None:
+        device.bytes_per_s = UNSLOWED if bytes_per_s is None else bytes_per_s
     for token in text:
         began = time.perf_counter()
         logits = engine.run(mx.array([[token]]), cache, DECODED)
         took.append(time.perf_counter() - began)
         said.append(int(mx.argmax(logits[0, -1]).item()))
-    read, drained = engine.store.physical_bytes - read, memory.drained_s - drained
+        if len(said) == 1:
+            read, drained = store.physical_bytes, memory.drained_s
+    read, drained = store.physical_bytes - read, memory.drained_s - drained
+    if device is not None:
+        device.bytes_per_s = UNSLOWED
     memory.drain()  # what was asked for on account of a next token must not fall into the next turn
-    count = len(text)
-    rows = {name: column[-count * engine.store.layers :] for name, column in timeline.arrays().items()}
-    blocked = rows["blocked"].reshape(count, -1)
+    count = len(text) - 1
+    rows = {name: column[-count * store.layers :].reshape(count, -1) for name, column in timeline.arrays().items()}
     return Turn(
         said=said,
-        seconds=float(np.mean(took)),
-        exposed=(float(blocked.sum()) + drained) / count,
+        seconds=float(np.mean(took[1:])),
+        exposed=(float(rows["blocked"].sum()) + drained) / count,
         nbytes=read / count,
-        missing=rows["missing"].reshape(count, -1).sum(1),
-        waited=blocked.sum(1),
-        layer_s=rows["compute"].reshape(count, -1),
+        missing=rows["missing"].sum(1),
+        waited=rows["blocked"].sum(1),
+        layer_s=rows["compute"],
     )
 
 

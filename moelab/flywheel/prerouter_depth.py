@@ -88,8 +88,8 @@ class Bench:
 
     @cached_property
     def passes(self) -> Passes:
-        ids = np.concatenate([a.ids for a in self.answers])
-        thread = np.repeat(np.arange(len(self.answers)), [len(a.ids) for a in self.answers])
+        ids = np.concatenate([a.ids[: len(a.phase)] for a in self.answers])
+        thread = np.repeat(np.arange(len(self.answers)), [len(a.phase) for a in self.answers])
         phase = np.concatenate([a.phase for a in self.answers])
         return Passes.of(ids, experts=self.experts, thread=thread, phase=phase, order="sorted")
 
@@ -114,14 +114,14 @@ class Bench:
 
     def run(
         self, cycles: float, policy_name: str, bytes_per_s: float, *, who: str | None = None, issue: str = "in_forward",
-        threshold: float = 0.0, reads: bool = True, protect: bool = True,
+        threshold: float = 0.0, reads: bool = True, protect: bool = True, asking_reads: bool = True,
     ) -> Simulation:  # fmt: skip
         """Decode once.
 
         Args:
             cycles: slots, in experts of one token. policy_name: of `POLICIES` or `eviction.POLICIES`.
             who: "heads", "perfect", or None.
-            reads, protect: what a prediction may do.
+            reads, protect: what a prediction may do. asking_reads: as in `simulate`.
         """
         layers, K = self.passes.layers, self.passes.top_k
         name, options = POLICIES.get(policy_name, (policy_name, {}))
@@ -139,26 +139,34 @@ class Bench:
         return simulate(
             self.passes, nbytes=[1] * layers, cache=cache, scheduler=scheduler,
             device=VirtualDevice(latency_s=0.0, bytes_per_s=bytes_per_s), compute_s=1 / layers, threads=self.readers,
-            asking_reads=True, **predicted,
+            asking_reads=asking_reads, **predicted,
         )  # fmt: skip
+
+    def off_bytes(self, cycles: float, policy_name: str) -> float:
+        """Bytes a token without predictions, whatever the device."""
+        return self.run(cycles, policy_name, 1.0, asking_reads=False).bytes_per_token
 
     def off(self, cycles: float, policy_name: str, ratio: float) -> tuple[Simulation, float]:
         """The run without predictions whose reads take `ratio` of a token's compute, and the device's rate."""
-        probe = self.run(cycles, policy_name, 1.0)
-        rate = max(probe.bytes_per_token, 1e-9) / ratio
+        rate = max(self.off_bytes(cycles, policy_name), 1e-9) / ratio
         return self.run(cycles, policy_name, rate), rate
 
 
 def gains(
-    bench: Bench, cells: Sequence[tuple[float, float]], *, policy_name: str, thresholds: Sequence[float]
+    bench: Bench,
+    cells: Sequence[tuple[float, float]],
+    *,
+    policy_name: str,
+    thresholds: Sequence[float],
+    perfect: bool = True,
 ) -> list[dict[str, Any]]:
-    """One row a cell `(cycles, ratio)`, predictor, issue point and threshold; `perfect` has no threshold."""
-    rows = []
+    """One row a cell `(cycles, ratio)`, predictor, issue point and threshold; `perfect` heads have no threshold."""
+    rows, predictors = [], {"heads": thresholds} | ({"perfect": [0.0]} if perfect else {})
     for cycles, ratio in cells:
         off, rate = bench.off(cycles, policy_name, ratio)
         cell = {"layers": bench.passes.layers, "cycles": cycles, "ratio": ratio, "policy": policy_name}
         rows.append(cell | {"who": "off", "issue": None, "threshold": None} | _figures(off, off))
-        for who, asked in (("heads", thresholds), ("perfect", [0.0])):
+        for who, asked in predictors.items():
             for issue in ISSUE:
                 for threshold in asked:
                     on = bench.run(cycles, policy_name, rate, who=who, issue=issue, threshold=threshold)

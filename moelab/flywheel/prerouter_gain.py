@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from .. import artifacts, models
-from ..errors import RecordError
+from ..errors import ContractError, RecordError
 from ..prerouter import find_weights
 from ..streaming import EngineOptions, StreamingEngine, write_pack
 from ..streaming.eviction import DEFAULT
@@ -54,60 +55,71 @@ class GainPlan:
     """What is measured and simulated.
 
     Attributes:
-        cycles, ratios: caches in token cycles × reads ÷ compute of `off`, every pair measured; those caches are
-            simulated at ratio 1.
+        cycles, ratios: caches in token cycles × reads ÷ compute of `off`: every pair is measured.
         systems: of `ceiling.SYSTEMS`, measured and simulated at their cache share and ratio; this machine's own disk
             is measured at the first one's cache.
-        texts: that count, after one that does not. prompt, tokens: of each, prefilled and decoded.
-        simulated: texts in the simulator, of `simulated_tokens`; also what `layers` are laid side by side from.
-        layers: depths simulated beside the model's own.
+        texts: that count, after one that does not. prompt, tokens: of each, prefilled, and decoded and counted.
+        simulated: texts in the simulator, of `simulated_tokens`; `layers`: multiples of the model's own, simulated
+            beside it and made of as many texts. `simulated_cycles`: caches, at ratio 1.
         threshold: least probability of a prediction that is read or protected; `thresholds` are simulated.
     """
 
-    cycles: Sequence[float] = (0.5, 1.5, 3.0)
+    cycles: Sequence[float] = (0.5, 3.0)
     ratios: Sequence[float] = (0.5, 2.0)
     systems: Sequence[str] = ("MER, Qwen3-Coder-30B",)
     texts: int = 3
-    prompt: int = 16
-    tokens: int = 10
-    simulated: int = 12
+    prompt: int = 8
+    tokens: int = 8
+    simulated: int = 6
     simulated_tokens: int = 24
+    simulated_cycles: Sequence[float] = (0.5, 1.5, 3.0)
     layers: Sequence[int] = (48,)
     threshold: float = 0.5
-    thresholds: Sequence[float] = (0.0, 0.3, 0.5, 0.7)
+    thresholds: Sequence[float] = (0.0, 0.3, 0.7)
     policy: str = DEFAULT
     readers: int = 2
 
     @property
     def length(self) -> int:
-        """Tokens that a text must have."""
-        return self.prompt + max(self.tokens, self.simulated_tokens)
+        """Tokens that a text must have: one decoded before what counts, and one beyond it is known."""
+        return self.prompt + max(self.tokens + 2, self.simulated_tokens)
 
 
-QUIET = GainPlan(ratios=(0.5, 1.0, 2.0), systems=tuple(SYSTEMS), texts=7, tokens=24, simulated=24)
-"""The whole grid: half an hour of an idle machine."""
+QUIET = GainPlan(
+    cycles=(0.5, 1.5, 3.0), ratios=(0.5, 1.0, 2.0), systems=tuple(SYSTEMS), texts=7, tokens=24, simulated=24
+)
+"""The whole grid, for a machine that does nothing else meanwhile."""
 
 
 def texts_of(observed: Sequence[Any], plan: GainPlan) -> list[list[int]]:
-    """Beginnings of recorded sequences, of owners that heads were not trained on.
+    """Pieces of recorded sequences, of owners that heads were not trained on: the first of each, then the second, …
 
     Raises:
         RecordError: too few of that length.
     """
-    count = max(plan.texts + 1, plan.simulated)
-    long = [o for o in observed if len(o.token_ids) >= plan.length]
-    if len(long) < count:
-        raise RecordError(
-            "too few texts", field="token_ids", got=len(long), expected=f"{count} of at least {plan.length} tokens"
-        )
-    return [[int(token) for token in o.token_ids[: plan.length]] for o in long[:count]]
+    count, size = max(plan.texts + 1, plan.simulated), plan.length
+    most = max((len(o.token_ids) // size for o in observed), default=0)
+    cut = [o.token_ids[at * size : (at + 1) * size] for at in range(most) for o in observed]
+    whole = [[int(token) for token in piece] for piece in cut if len(piece) == size]
+    if len(whole) < count:
+        raise RecordError("too few texts", field="token_ids", got=len(whole), expected=f"{count} of {size} tokens")
+    return whole[:count]
 
 
-def gain(path: Path, weights: Path, texts: Sequence[Sequence[int]], plan: GainPlan, *, precision: str = "float32"):
+def gain(
+    path: Path,
+    weights: Path,
+    texts: Sequence[Sequence[int]],
+    plan: GainPlan,
+    *,
+    precision: str = "float32",
+    alone: AbstractContextManager[None] | None = None,
+) -> dict[str, Any]:
     """All figures of one model; plain numbers.
 
     Args:
         path: a pack, or a checkpoint in place. weights: a file of heads.
+        alone: entered around what is timed.
 
     Returns:
         `rows` (measured, one a cell and arm), `heads` (what they cost where nothing is missing), `depth`, `sweep` and
@@ -119,31 +131,36 @@ def gain(path: Path, weights: Path, texts: Sequence[Sequence[int]], plan: GainPl
     options = {"threads": plan.readers, "policy": plan.policy, "precision": precision}
     with StreamingEngine.load(path, EngineOptions(cache_bytes=EVERYTHING, **options)) as full:
         answers = recorded(full, weights, texts, prompt=plan.prompt)
-        timed = [feed(full, a.prompt, a.text) for a in answers[: plan.texts + 1]]
-        layer_s = np.median(np.concatenate([turn.layer_s for turn in timed]), axis=0).tolist()
-        heads = head_cost(full, weights, answers[1 : plan.texts + 1], layer_s)
-        store = full.store
+        store, top_k = full.store, full.loaded.geometry.top_k
         sizes = {
-            "experts": store.experts, "layers": store.layers, "top_k": full.loaded.geometry.top_k,
+            "experts": store.experts, "layers": store.layers, "top_k": top_k,
             "expert_bytes": store.layouts[0].record_bytes,
-            "slot_bytes": [layout.slot_bytes for layout in store.layouts],
-            "cycle_bytes": full.loaded.geometry.top_k * sum(layout.slot_bytes for layout in store.layouts),
+            "cycle_bytes": top_k * sum(layout.slot_bytes for layout in store.layouts),
         }  # fmt: skip
-        rounds = Rounds(
-            full=full, path=path, weights=weights, answers=[a.first(plan.tokens) for a in answers[: plan.texts + 1]],
-            cycle_bytes=sizes["cycle_bytes"], expert_bytes=sizes["expert_bytes"], layer_s=layer_s,
-            token_s=statistics.median(turn.seconds for turn in timed), threshold=plan.threshold, options=options,
-        )  # fmt: skip
-        rows, cells = [], cells_of(plan, sizes)
-        for cycles in dict.fromkeys(c for c, _, _ in cells):
-            here = [(ratio, whose) for c, ratio, whose in cells if c == cycles]
-            for (ratio, whose), arms in zip(here, rounds.at(cycles, [r for r, _ in here]), strict=True):
-                rows += [{"cycles": cycles, "ratio": ratio, "whose": whose} | row for row in arms]
-    found = {
-        "plan": asdict(plan), "sizes": sizes, "layer_s": layer_s, "heads": heads, "rows": rows,
-        **simulated(Bench(answers, sizes["experts"], plan.readers), plan, sizes),
-    }  # fmt: skip
+        with alone or nullcontext():
+            timed = _measured(full, path, weights, answers[: plan.texts + 1], plan, sizes, options)
+    found = {"plan": asdict(plan), "sizes": sizes, **timed}
+    found |= simulated(Bench(answers[: plan.simulated], sizes["experts"], plan.readers), plan, sizes)
     return found | {"claims": claims(found)}
+
+
+def _measured(full, path, weights, answers, plan: GainPlan, sizes, options) -> dict[str, Any]:
+    """What is timed: compute, heads, and every cell."""
+    answers = [answer.first(plan.tokens + 1) for answer in answers]
+    timed = [feed(full, a.prompt, a.text) for a in answers]
+    layer_s = np.median(np.concatenate([turn.layer_s for turn in timed]), axis=0).tolist()
+    heads = head_cost(full, weights, answers[1:], layer_s)
+    rounds = Rounds(
+        full=full, path=path, weights=weights, answers=answers, cycle_bytes=sizes["cycle_bytes"],
+        expert_bytes=sizes["expert_bytes"], layer_s=layer_s, threshold=plan.threshold, options=options,
+        token_s=statistics.median(turn.seconds for turn in timed),
+    )  # fmt: skip
+    rows, cells = [], cells_of(plan, sizes)
+    for cycles in dict.fromkeys(c for c, _, _ in cells):
+        here = [(ratio, whose) for c, ratio, whose in cells if c == cycles]
+        for (ratio, whose), arms in zip(here, rounds.at(cycles, [r for r, _ in here]), strict=True):
+            rows += [{"cycles": cycles, "ratio": ratio, "whose": whose} | row for row in arms]
+    return {"layer_s": layer_s, "heads": heads, "rows": rows}
 
 
 def cells_of(plan: GainPlan, sizes: Mapping[str, Any]) -> list[tuple[float, float | None, str]]:
@@ -159,34 +176,45 @@ def _cycles(share: float, sizes: Mapping[str, Any]) -> float:
 
 
 def simulated(bench: Bench, plan: GainPlan, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """`depth`: at each depth; `sweep`: thresholds at the model's own depth; `uses`: protection and `pin_bonus`."""
+    """`depth`: at each depth; `sweep`: other thresholds at the model's own; `uses`: protection and `pin_bonus`.
+
+    Raises:
+        ContractError: a depth that the texts do not give.
+    """
     named = [(_cycles(SYSTEMS[s].cache_fraction, sizes), SYSTEMS[s].read_to_compute) for s in plan.systems]
-    cells = [(c, 1.0) for c in plan.cycles] + named
-    depth = gains(bench, cells, policy_name=plan.policy, thresholds=[plan.threshold])
+    cells = [(c, 1.0) for c in plan.simulated_cycles] + named
+    given = {"policy_name": plan.policy, "thresholds": [plan.threshold]}
+    depth = gains(bench, cells, **given)
     for layers in plan.layers:
-        copies = layers // sizes["layers"]
+        copies, rest = divmod(layers, sizes["layers"])
+        if rest or not 1 < copies <= len(bench.answers):
+            most = sizes["layers"] * len(bench.answers)
+            raise ContractError("no such depth", field="layers", got=layers, expected=f"a multiple, up to {most}")
         groups = [bench.answers[at : at + copies] for at in range(0, len(bench.answers) - copies + 1, copies)]
         deep = Bench([side_by_side(g, sizes["experts"]) for g in groups], sizes["experts"], bench.readers)
-        depth += gains(deep, cells, policy_name=plan.policy, thresholds=[plan.threshold])
+        depth += gains(deep, cells, **given)
     at = named[0] if named else cells[-1]
     return {
         "depth": depth,
-        "sweep": gains(bench, [at], policy_name=plan.policy, thresholds=plan.thresholds),
+        "sweep": gains(bench, [at], policy_name=plan.policy, thresholds=plan.thresholds, perfect=False),
         "uses": uses(bench, *at, threshold=plan.threshold),
     }
 
 
-def gain_model(model: str, observations: Path, plan: GainPlan) -> dict[str, Any]:
-    """One model in this process: its own heads, on recorded texts of owners that they were not trained on."""
+def gain_model(model: str, observations: Path, plan: GainPlan, weights: Path | None = None) -> dict[str, Any]:
+    """One model in this process, on recorded texts of owners that heads were not trained on.
+
+    `weights`: None = the heads that are committed beside the model.
+    """
     with opened(model) as loaded:
         records = Records(artifacts.open_artifact(observations))
         entries = [e for e in records.replayable() if e["set"] == "validation" and e["sequence"].startswith("forced")]
         texts = texts_of(list(records.open(entries, loaded, purpose="evaluate")), plan)
-        weights, precision, path = find_weights(FILES["full"], loaded.path), loaded.precision, loaded.path
+        weights = weights or find_weights(FILES["full"], loaded.path)
+        precision, path = loaded.precision, loaded.path
     with tempfile.TemporaryDirectory(dir=artifacts.artifacts_dir()) as folder:
         write_pack(path, Path(folder) / "pack", precision=precision)
-        with stage.timing():
-            return gain(Path(folder) / "pack", weights, texts, plan, precision=precision)
+        return gain(Path(folder) / "pack", weights, texts, plan, precision=precision, alone=stage.timing())
 
 
 def main(profile: str) -> None:

@@ -20,13 +20,13 @@ import numpy as np
 
 from ..errors import ContractError
 from ..streaming import EngineOptions, StreamingEngine, VirtualDevice
-from .prerouter_arms import ARMS, Answer, Between, Turn, feed, install
+from .prerouter_arms import ARMS, UNSLOWED, Answer, Between, Turn, feed, install
 from .prerouter_depth import Bench
 
 __all__ = ["EVERYTHING", "Rounds", "head_cost", "rows_of"]
 
 EVERYTHING = 1 << 60
-"""A budget that no model exceeds, and the rate of a disk that slows nothing down."""
+"""A budget that no model exceeds."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,26 +59,23 @@ class Rounds:
             ContractError: an arm that keeps its own router said other tokens than the compute-only engine.
         """
         bench = Bench(self.answers, self.full.store.experts, self.options["threads"])
-        nbytes = self.expert_bytes * bench.run(cycles, self.options["policy"], 1.0).bytes_per_token
+        nbytes = self.expert_bytes * bench.off_bytes(cycles, self.options["policy"])
         found = []
         with ExitStack() as stack:
             arms = {name: self._arm(stack, name, cycles) for name in ARMS}
             for name, arm in arms.items():
                 _turn(name, arm, self.answers[0])
             for ratio in ratios:
-                rate = EVERYTHING if ratio is None else nbytes / (ratio * self.token_s)
-                for engine, _ in arms.values():
-                    engine.options.device.reset()
-                    engine.options.device.bytes_per_s = rate
+                rate = None if ratio is None else nbytes / (ratio * self.token_s)
                 turns: dict[str, list[Turn]] = {name: [] for name in ("full", *ARMS)}
                 for number, answer in enumerate(self.answers[1:]):
                     for name in list(turns)[:: -1 if number % 2 else 1]:
-                        turns[name].append(_turn(name, arms.get(name, (self.full, None)), answer))
+                        turns[name].append(_turn(name, arms.get(name, (self.full, None)), answer, rate))
                 found.append(rows_of(turns, self.expert_bytes, rate))
         return found
 
     def _arm(self, stack: ExitStack, name: str, cycles: float) -> tuple[StreamingEngine, Between | None]:
-        device = VirtualDevice(latency_s=0.0, bytes_per_s=EVERYTHING)
+        device = VirtualDevice(latency_s=0.0, bytes_per_s=UNSLOWED)
         budget = int(cycles * self.cycle_bytes)
         options = EngineOptions(cache_bytes=budget, below_cycle=cycles < 1, device=device, **self.options)
         engine = stack.enter_context(StreamingEngine.load(self.path, options))
@@ -91,24 +88,26 @@ class Rounds:
         return engine, between
 
 
-def _turn(name: str, arm: tuple[StreamingEngine, Between | None], answer: Answer) -> Turn:
+def _turn(
+    name: str, arm: tuple[StreamingEngine, Between | None], answer: Answer, bytes_per_s: float | None = None
+) -> Turn:
     engine, between = arm
     if between is not None:
         between.begins(answer)
-    turn = feed(engine, answer.prompt, answer.text)
+    turn = feed(engine, answer.prompt, answer.text, bytes_per_s=bytes_per_s)
     if not name.startswith("replace") and turn.said != answer.said:
         raise ContractError("predictions changed the answer", field=name, got=turn.said, expected=answer.said)
     return turn
 
 
-def rows_of(turns: Mapping[str, Sequence[Turn]], expert_bytes: int, rate: float) -> list[dict[str, Any]]:
+def rows_of(turns: Mapping[str, Sequence[Turn]], expert_bytes: int, rate: float | None) -> list[dict[str, Any]]:
     """One row an arm: medians over texts with least and greatest, and every text's figure; paired ones within a round.
 
     `io` are the reads of `off` on the declared device, on an undeclared one what it waited for them; `bound` is the
     longer of compute and `io`, token by token. `share` leaves out a round in which nothing was to be won.
     """
     computes = [turn.seconds for turn in turns["full"]]
-    reads = [turn.waited if rate == EVERYTHING else turn.missing * expert_bytes / rate for turn in turns["off"]]
+    reads = [turn.waited if rate is None else turn.missing * expert_bytes / rate for turn in turns["off"]]
     bounds = [float(np.maximum(c, w).mean()) for c, w in zip(computes, reads, strict=True)]
     rows = []
     for name in ARMS:

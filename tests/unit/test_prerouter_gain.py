@@ -20,10 +20,10 @@ from moelab.prerouter import HeadIdentity, write_heads
 from moelab.streaming import EngineOptions, StreamingEngine
 from moelab.streaming.simulator import ISSUE
 
-PROMPT, TEXT = 4, 6
+PROMPT, TEXT = 4, 6  # prompt and text of a piece
 PLAN = GainPlan(
     cycles=(0.5,), ratios=(0.5,), systems=("MER, Qwen3-Coder-30B",), texts=2, prompt=PROMPT, tokens=3, simulated=4,
-    simulated_tokens=TEXT, layers=(6,), threshold=0.3, thresholds=(0.0, 0.5),
+    simulated_tokens=TEXT, simulated_cycles=(0.5,), layers=(6,), threshold=0.3, thresholds=(0.0, 0.5),
 )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def test_the_study_runs_whole(model):
         if row["arm"] == "off":
             assert row["speedup"] == row["bytes_ratio"] == 1 and row["share"] is None
     assert {(r["layers"], r["cycles"]) for r in found["depth"]} == {(found["sizes"]["layers"], 0.5), (6, 0.5)}
-    assert {r["threshold"] for r in found["sweep"]} == {None, 0.0, 0.5}
+    assert {r["threshold"] for r in found["sweep"]} == {None, 0.0, 0.5} and found["sweep"][0]["who"] == "off"
     assert [r["n"] for r in found["heads"]] == [PLAN.texts] * 2
     assert all({*c} == {"claim", "measured", "asked", "n", "spread", "holds"} for c in found["claims"])
 
@@ -107,12 +107,20 @@ def test_an_arm_that_says_something_else_is_an_error(model):
             rounds_study._turn("heads, in_forward", (engine, None), wrong)
 
 
-def test_too_few_texts_are_an_error():
-    observed = [SimpleNamespace(token_ids=np.arange(n)) for n in (9, 10, 30, 40, 50)]
-    plan = GainPlan(texts=2, prompt=4, tokens=6, simulated=3, simulated_tokens=6)
-    assert texts_of(observed, plan) == [list(range(10))] * 3
+def test_texts_are_first_pieces_then_second_ones():
+    observed = [SimpleNamespace(token_ids=np.arange(n) + 100 * n) for n in (9, 25, 10)]
+    plan = GainPlan(texts=2, prompt=4, tokens=4, simulated=3, simulated_tokens=6)
+    assert [text[0] for text in texts_of(observed, plan)] == [2500, 1000, 2510]
+    assert {len(text) for text in texts_of(observed, plan)} == {plan.length} == {10}
     with pytest.raises(RecordError, match="too few texts"):
-        texts_of(observed[:3], plan)
+        texts_of(observed[:2], plan)
+
+
+def test_a_depth_that_texts_do_not_give_is_an_error(model):
+    bench, sizes = Bench(model.answers, model.experts), {"experts": model.experts, "layers": 3, "top_k": 2}
+    for layers in (3, 10, 15):  # its own, no multiple, more than four texts give
+        with pytest.raises(ContractError, match="no such depth"):
+            gain_study.simulated(bench, replace(PLAN, layers=(layers,)), sizes)
 
 
 # ---------------------------------------------------------------- figures
@@ -133,7 +141,7 @@ def test_shares_are_of_what_the_bound_leaves():
     assert (heads["share_least"], heads["share_greatest"]) == (0.5, 0.75) and heads["share"] == 0.625
     assert (heads["speedup_least"], heads["bytes_ratio"]) == (2 / 1.75, 1.5)
     # On a disk that nobody declared, reads are what `off` waited: 1.5 and 0.
-    assert rows_of(turns, 100, EVERYTHING)[0]["bound"] == 1.25
+    assert rows_of(turns, 100, None)[0]["bound"] == 1.25
     # Nothing to win: no share at all, rather than a division by next to nothing.
     turns["off"] = [turn(1.0, 0.0, 0)] * 2
     assert {row["share"] for row in rows_of(turns, 100, 200.0)} == {None}
@@ -234,19 +242,23 @@ def measured(arm, exposed, nbytes, seconds=1.0, ratio=1.0):
     }  # fmt: skip
 
 
-def figures(near, far, bytes_near=100.0):
+def figures(near, far, bytes_near=100.0, ratio=1.0):
     rows, depth = [], []
     for who in ("heads", "perfect"):
-        rows.append(measured(f"{who}, in_forward", near, [bytes_near] * 3, seconds=0.8))
-        rows += [measured(f"{who}, {b}_boundary", far, [100.0] * 3) for b in ("async", "step")]
+        rows.append(measured(f"{who}, in_forward", near, [bytes_near] * 3, 0.8, ratio))
+        rows += [measured(f"{who}, {b}_boundary", far, [100.0] * 3, 1.0, ratio) for b in ("async", "step")]
         for issue, exposed in zip(ISSUE, (0.2, 0.3, 0.6), strict=True):
             depth.append({"who": who, "issue": issue, "layers": 8, "cycles": 3.0, "ratio": 1.0, "tokens": 9,
                           "exposed": exposed, "nbytes": 10.0, "seconds": 1 + exposed})  # fmt: skip
     return {"rows": rows, "depth": depth}
 
 
+def row(found, words):
+    return next(row for row in claims(found) if words in row["claim"])
+
+
 def verdict(found, words):
-    return next(row["holds"] for row in claims(found) if words in row["claim"])
+    return row(found, words)["holds"]
 
 
 def test_more_than_the_spread_at_equal_bytes():
@@ -256,9 +268,15 @@ def test_more_than_the_spread_at_equal_bytes():
     assert verdict(figures([0.9, 0.9, 0.9], [0.2, 0.4, 0.4]), words) is False
     assert verdict(figures([0.1, 0.2, 0.3], [0.6, 0.7, 0.9], bytes_near=110.0), words) is None  # other bytes
     found = figures([0.1, 0.2, 0.3], [0.6, 0.7, 0.9])
-    assert verdict(found, "heads: in_forward waits less than step_boundary, simulated") is True
-    assert verdict(found, "heads: speed-up of in_forward over async_boundary, 8 layers simulated") is True
-    assert verdict(found, "heads, step_boundary: faster than off") is False
+    other = figures([0.1, 0.2, 0.3], [0.2, 0.4, 0.9], ratio=2.0)
+    mixed = {"rows": found["rows"] + other["rows"], "depth": found["depth"]}
+    assert verdict(mixed, words) is False and "1 of 2 cells of equal bytes" in row(mixed, words)["spread"]
+    assert "worst at cache 3, reads 2" in row(mixed, words)["spread"]
+    assert verdict(found, "heads: in_forward waits less than step_boundary at equal bytes, 8 layers") is True
+    assert verdict(found, "heads: speed-up of in_forward over async_boundary, 8 layers") is True
+    assert row(found, "heads, step_boundary: faster than off")["measured"] == 0
+    assert "loses at cache 3, reads 1 (x 1.00)" in row(found, "heads, step_boundary: faster than off")["spread"]
+    assert verdict(found, "heads, in_forward: faster than off") is True
     found["rows"][0]["ratio"] = None  # a disk that is not slowed proves nothing about overlap
     assert pairs_of(found["rows"], "heads", "step_boundary") == []
 
@@ -266,4 +284,3 @@ def test_more_than_the_spread_at_equal_bytes():
 def test_the_quiet_grid_is_wider():
     few, many = gain_study.GainPlan(), gain_study.QUIET
     assert set(few.ratios) < set(many.ratios) and few.texts < many.texts and set(few.systems) < set(many.systems)
-    assert few.threshold in few.thresholds
