@@ -100,7 +100,8 @@ def write_heads(
     named = {f"layers.{o}.{part}.weight": value for o, parts in tensors.items() for part, value in parts.items()}
     if trunk is not None:
         named[TRUNK] = trunk
-    header = {"record": RECORD, "format_version": FORMAT_VERSION, **asdict(identity)}
+    own = {name: value for name, value in asdict(identity).items() if name != "policy" or value}
+    header = {"record": RECORD, "format_version": FORMAT_VERSION, **own}
     write_tensors(path, named, header)
 
 

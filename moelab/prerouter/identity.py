@@ -32,6 +32,7 @@ class HeadIdentity:
         owners: layers with a head, ascending.
         form: `full` or `shared`. feature_topk: as in `PrerouterSpec`.
         snapshot: content of the snapshot that the heads were trained on, "" if unknown.
+        policy: on whose states: "" = the native model's (teacher-forced), otherwise in words.
         confidence: a pair (scale, offset) an owner: sigmoid(scale · logit + offset) is the calibrated probability
             that an expert is used; empty = not calibrated.
     """
@@ -45,6 +46,7 @@ class HeadIdentity:
     form: str = "full"
     feature_topk: str = "executed"
     snapshot: str = ""
+    policy: str = ""
     confidence: tuple[tuple[float, float], ...] = ()
 
     @property
