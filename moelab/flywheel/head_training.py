@@ -11,7 +11,8 @@ is learnt are log-odds of being chosen, far steeper than a router's logits, and 
 equal ones. (No ranking changes.) And the probability that an expert is used is calibrated, and kept beside the heads.
 The selection bias of a router has no place in it: the logits are of the choice, bias included.
 
-    python -m moelab.flywheel.head_training reference     trains the committed heads of the reference models again
+    python -m moelab.flywheel.head_training reference           trains the committed heads of the reference models again
+    python -m moelab.flywheel.head_training reference MODEL…    heads of other models
 
 Source: edge0, prerouter; AFN-021, "Train three things separately".
 """
@@ -30,6 +31,7 @@ import numpy as np
 from .. import artifacts, models
 from ..artifacts import Artifact
 from ..errors import ContractError, GateRefusedError
+from ..models.families import RoutingFamily
 from ..params import Options
 from ..prerouter import HeadIdentity, TorchHeads, read_heads, write_heads
 from ..routes import Routes
@@ -155,10 +157,7 @@ class _Study:
         if len(few) == 0:
             raise ContractError("no rows to calibrate on", field=CALIBRATED_ON, got=0, expected=">= 1")
         weights = self.dataset.routes.weights[self.rows["calibration"].target][:, self.wiring.consumer_index]
-        heads.fold(weight_scale(self.loaded.family, heads.scores(few.features), few.ids, weights))
-        scale, offset = calibrate(heads.scores(few.features), few.ids, candidates=2 * identity.top_k)
-        pairs = tuple((float(a), float(b)) for a, b in zip(scale, offset, strict=True))
-        write_heads(self.folder / FILES[form], replace(identity, confidence=pairs), *heads.tensors())
+        write_calibrated(self.folder / FILES[form], heads, self.loaded.family, few, weights)
         parameters = sum(p.numel() for p in heads.parameters())
         return {
             "loss": losses,
@@ -226,6 +225,15 @@ class _Study:
         )
 
 
+def write_calibrated(path: Path, heads: TorchHeads, family: RoutingFamily, rows: Examples, weights: np.ndarray) -> None:
+    """Fold in the scale at which `family` gives native experts the weights nearest to `weights [T, n, K]`, calibrate
+    the probability that an expert is used, both on `rows`, and write a weight file."""
+    heads.fold(weight_scale(family, heads.scores(rows.features), rows.ids, weights))
+    scale, offset = calibrate(heads.scores(rows.features), rows.ids, candidates=2 * heads.identity.top_k)
+    pairs = tuple((float(a), float(b)) for a, b in zip(scale, offset, strict=True))
+    write_heads(path, replace(heads.identity, confidence=pairs), *heads.tensors())
+
+
 def compared(judged: list[Judged], held: HeldOut, top_k: int) -> list[dict[str, Any]]:
     """Recall at 1 × K of both forms less that of every other ranking, row by row on the first set."""
     where = next(iter(held.counted))
@@ -242,14 +250,15 @@ def compared(judged: list[Judged], held: HeldOut, top_k: int) -> list[dict[str, 
     return out
 
 
-def main(profile: str) -> None:
-    """Train the heads of the reference models and put them where `find_weights` looks first: beside each model."""
-    trained = train_heads(BaselineOptions.from_profile(profile))
+def main(profile: str, *names: str) -> None:
+    """Train heads and put them where `find_weights` looks first: beside each model, the reference models by default."""
+    chosen = {"models": list(names)} if names else {}
+    trained = train_heads(BaselineOptions.from_profile(profile, **chosen))
     for model, artifact in trained.items():
         for name in FILES.values():
-            target = models.find(model) / name
+            target = models.find(models.split_budget(model)[0]) / name
             artifacts.write_bytes(target, artifact.file(name).read_bytes())
-            print(target.relative_to(artifacts.root()), target.stat().st_size)
+            print(target, target.stat().st_size)
         for row in artifacts.read_json(artifact.file(TABLE)):
             all_rows = row["metric"] == "recall@1x" and row["group"] == "all"
             if row["set"] == "validation" and (all_rows or row["metric"] == "recall@1x less"):

@@ -48,3 +48,43 @@ def test_peers_quoted_are_those_of_the_run():
     ]  # fmt: skip
     for _, *figures in quoted:
         assert tuple(figures) in rows
+
+
+def section(title):
+    return (ROOT / "README.md").read_text().split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_weight_files_are_called_what_the_readme_says():
+    from moelab.flywheel.head_training import FILES
+    from moelab.prerouter import TIERS
+
+    text = section("Models and adapters")
+    named = set(re.findall(r"`(prerouter\w*\.safetensors)`", text))
+    assert named == {*FILES.values(), *(make().spec.weights_file for make in TIERS.values())}
+    for name in FILES.values():
+        assert all((ROOT / "artifacts" / "models" / model / name).is_file() for model in ("softmax", "sigmoid"))
+    for word in re.findall(r"`(\w+)\(|`([a-z]\w+_legacy)`", text):
+        import moelab.prerouter as prerouter
+        import moelab.streaming as streaming
+
+        assert any(hasattr(module, "".join(word)) for module in (prerouter, streaming)), word
+
+
+def test_weight_files_are_looked_for_in_the_order_that_the_readme_says(tmp_path):
+    from moelab.prerouter import find_weights
+
+    assert "in the model's folder first, then in `artifacts/`" in section("Models and adapters").replace("\n", " ")
+    beside, general = tmp_path / "model", tmp_path / "artifacts"
+    for folder in (general, beside):
+        folder.mkdir()
+        (folder / "prerouter.safetensors").touch()
+        assert find_weights("prerouter.safetensors", beside, fallback=general).parent == folder
+
+
+def test_the_example_of_installing_heads_runs(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    code = "\n".join(line[4:] for line in section("Models and adapters").splitlines() if line.startswith("    "))
+    names = {}
+    exec(compile(code, "README.md", "exec"), names)
+    names["engine"].close()
+    assert capsys.readouterr().out.rstrip().endswith("True")  # every layer with a head was fed

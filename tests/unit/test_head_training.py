@@ -1,6 +1,7 @@
 """Prerouter heads as a stage: the right rows, the right layers, files that load, figures beside the controls."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,3 +174,25 @@ def test_heads_that_cannot_learn_by_heart_are_refused(world, before, fresh, judg
     with pytest.raises(GateRefusedError, match="by heart") as caught:
         heads_model(world.model, judged_as, before, judged_as, recipe)
     assert "full" in caught.value.field
+
+
+def test_the_command_puts_files_beside_the_models_it_is_given(monkeypatch, tmp_path, capsys):
+    model, made = tmp_path / "model", tmp_path / "made"
+    for folder in (model, made):
+        folder.mkdir()
+    (model / "config.json").write_text("{}")
+    for name in FILES.values():
+        (made / name).write_bytes(name.encode())
+    row = {"set": "validation", "metric": "recall@1x", "group": "all", "ranking": "random", "value": 0.1, "se": 0.01}
+    artifacts.write_json(made / TABLE, [row])
+    asked = []
+
+    def train(options):
+        asked.append((options.profile, options.models))
+        return {str(model): SimpleNamespace(file=lambda name: made / name)}
+
+    monkeypatch.setattr(head_training, "train_heads", train)
+    head_training.main("reference", str(model))
+    assert asked == [("reference", [str(model)])]
+    assert all((model / name).read_bytes() == name.encode() for name in FILES.values())
+    assert "+0.1000 ± 0.0100" in capsys.readouterr().out
