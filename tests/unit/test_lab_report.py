@@ -8,7 +8,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 
 from moelab.errors import RecordError
 from moelab.flywheel.gates import Verdict, from_json, to_json
-from moelab.lab import render, report
+from moelab.lab import render, report, views
 
 VERDICT = Verdict(
     gate=3,
@@ -179,3 +179,25 @@ def test_figure_and_table_display_with_what_a_page_needs():
 def test_world_notebooks_are_what_the_tests_say():
     # the formulas and the figure that the browser test looks for
     assert "$U_B" in lab_world.FIRST[0].source and "plots.lines" in lab_world.FIRST[4].source
+
+
+def test_how_far_a_stage_was_is_not_on_the_page(tmp_path, capsys):
+    progress = views.progress("softmax", "sigmoid")
+    for done in (100, 2000):
+        for job in (0, 1, 2):
+            progress(job, {"done": done, "total": 2000})
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == "2: 100% of 2,000" and len(said.splitlines()) == 3
+    outputs = [
+        new_output("stream", text=said),
+        new_output("stream", text=f"{said}softmax: 5% of it is kept.\n{said}"),
+        new_output("display_data", {"text/plain": "softmax: 10% of 20"}),
+    ]
+    render.render(_written(tmp_path, *outputs), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "100% of 2,000" not in page and "softmax: 5% of it is kept." in page and "softmax: 10% of 20" in page
+
+
+def _written(folder, *outputs):
+    executed(*outputs, path=folder / "ran.ipynb")
+    return folder / "ran.ipynb"
