@@ -42,81 +42,72 @@ def sentences(found: Found) -> list[str]:
     """Plain words, a few lines a model, then the default."""
     out = []
     for model, figures in found.items():
-        out += [f"{model}", *(f"  {line}" for line in _of(figures)), ""]
-    chosen = choose(found)
-    if chosen is None:
-        return [*out, f"No replacing mode costs less than {SMALLEST:g} nats on every model: advise is what is left."]
+        out += [f"{model}:", *(f"  {line}" for line in (*_agreement(figures), *_cost(figures), *_growth(figures))), ""]
+    if (chosen := choose(found)) is None:
+        return [*out, f"No way of replacing stays within {SMALLEST:g} nats on every model: what is left is advise."]
     mode, threshold = chosen
     at = f" at a confidence of {threshold:g}" if mode == "gated" else ""
-    shares = ", ".join(f"{_row(f, mode, threshold)['replaced']['value']:.0%} on {m}" for m, f in found.items())
+    shares = ", ".join(
+        f"{_row(f, mode, threshold)['replaced']['value']:.0%} of routes on {m}" for m, f in found.items()
+    )
     return [
         *out,
-        f"Default: {mode}{at}. Of the modes that cost less than {SMALLEST:g} nats on every model it routes most by "
-        f"prediction: {shares}.",
+        f"The default that follows: {mode}{at}. Of all ways within {SMALLEST:g} nats of every native model it "
+        f"routes most by prediction: {shares}.",
     ]
 
 
-def _of(figures: Mapping[str, Any]) -> list[str]:
-    return [*_agreement(figures), *_cost(figures), *_compounding(figures)]
-
-
 def _agreement(figures: Mapping[str, Any]) -> list[str]:
-    rows = figures["agreement"]["rows"]
-    heads = next(r for r in rows if r["ranking"] == "heads, full")
+    rows = {r["ranking"]: r for r in figures["agreement"]["rows"]}
     less = {r["ranking"]: r["recall"] for r in figures["agreement"]["less"]}
-    free_ones = [r for r in rows if not r["ranking"].startswith("heads")]
-    known = [r for r in free_ones if r["lead_layers"] >= heads["lead_layers"]]
-    near = max(known, key=lambda r: r["recall"]["value"])
-    early = next(r for r in rows if r["ranking"] == "own gate, 1 layer early")
-    token = next(r for r in rows if r["ranking"] == "previous token, same layer")
-    word = _than(less[near["ranking"]], "better", "worse")
+    heads, early, token = (rows[n] for n in ("heads, full", "own gate, 1 layer early", "previous token, same layer"))
+    plain = [r for n, r in rows.items() if not n.startswith("heads")]
+    best = max((r for r in plain if r["lead_layers"] >= heads["lead_layers"]), key=lambda r: r["recall"]["value"])
+    word = _word(less[best["ranking"]], "more", "fewer", "not more nor fewer, as far as can be told,")
     idle = heads["wasted"]["value"] / heads["read"]["value"] if heads["read"]["value"] else 0.0
-    kept = token["covered"]["value"] < 0.5 * token["recall"]["value"]
+    cached = token["covered"]["value"] < 0.5 * token["recall"]["value"]
     return [
-        f"A head names {_percent(heads['recall'])} of a layer's experts, {_lead(heads)} ahead. Without training "
-        f"{near['ranking']} names {_percent(near['recall'])} as early: the head is {word}.",
-        f"The layer's own gate, one layer early, names {_percent(early['recall'])}, {_lead(early)} ahead.",
-        f"Of the experts that the cache lacks, a head's K candidates a layer bring {_percent(heads['covered'])} in "
-        f"time; {idle:.0%} of what is read for them is not used.",
-        f"The previous token's experts are {_percent(token['recall'])} of the route, {_percent(token['covered'])} of "
-        + ("what the cache lacks: mostly it has them already." if kept else "what the cache lacks."),
+        f"A head names {_percent(heads['recall'])} of a layer's experts, {_lead(heads)} ahead: {word} than the best "
+        f"that needs no training and is as early, {best['ranking']}, {_percent(best['recall'])}.",
+        f"The layer's own gate, one layer early, names {_percent(early['recall'])}, but only {_lead(early)} ahead.",
+        f"Of the experts that the cache lacks, a head's K candidates a layer bring {_percent(heads['covered'])}; of "
+        f"what is read for them {idle:.0%} is not used.",
+        f"The previous token's experts are {_percent(token['recall'])} of the route and {_percent(token['covered'])} "
+        + ("of what the cache lacks: it has most of them already." if cached else "of what the cache lacks."),
     ]
 
 
 def _cost(figures: Mapping[str, Any]) -> list[str]:
-    replace, true = (_row(figures, mode) for mode in ("replace", "replace_true_weights"))
+    plain, true = (_row(figures, mode) for mode in ("replace", "replace_true_weights"))
+    loss = _word(true["less_replace"], "more than replace", "less than replace", "not to be told from replace")
+    kept = _word(true["greedy_less_replace"], "more", "fewer", "as many")
     lines = [
-        f"replace costs {_nats(replace['loss'])} (perplexity × {math.exp(replace['loss']['value']):.2f}) and keeps "
-        f"{_percent(replace['greedy'])} of greedy tokens.",
-        f"With the native gate's weights it costs {_nats(true['loss'])} and keeps {_percent(true['greedy'])}: true "
-        f"weights are {_than(true['less_replace'], 'worse', 'better')} in loss, "
-        f"{_than(true['greedy_less_replace'], 'better', 'worse')} in greedy tokens.",
+        f"replace costs {_nats(plain['loss'])}, perplexity × {math.exp(plain['loss']['value']):.2f}, and keeps "
+        f"{_percent(plain['greedy'])} of greedy tokens. replace_true_weights costs {_nats(true['loss'])}, {loss}, "
+        f"and keeps {kept}: {_percent(true['greedy'])}."
     ]
-    for row in figures["modes"]:
-        if row["mode"] == "gated":
-            word = "free" if free(row) else "not free"
-            lines.append(
-                f"{row['arm']} routes {_percent(row['replaced'])} by prediction for {_nats(row['loss'])}, and keeps "
-                f"{_percent(row['greedy'])} of greedy tokens: {word}."
-            )
+    for row in (r for r in figures["modes"] if r["mode"] == "gated"):
+        lines.append(
+            f"{row['arm']} replaces {_percent(row['replaced'])} of routes for {_nats(row['loss'])} and keeps "
+            f"{_percent(row['greedy'])} of greedy tokens: {'' if free(row) else 'not '}within {SMALLEST:g} nats."
+        )
     return lines
 
 
-def _compounding(figures: Mapping[str, Any]) -> list[str]:
-    depth, past = figures["depth"], figures["past"]
+def _growth(figures: Mapping[str, Any]) -> list[str]:
+    depth, past, own = figures["depth"], figures["past"], {r["arm"]: r for r in figures["own"]["rows"]}
     alone = [r for r in depth["rows"] if r["layers"] == "this layer alone"]
     every = [r for r in depth["rows"] if r["layers"] == "up to this layer"][-1]
-    worst = max(alone, key=lambda r: r["loss"]["value"])
-    own = {r["arm"]: r for r in figures["own"]["rows"]}
+    worst, more = max(alone, key=lambda r: r["loss"]["value"]), depth["together"]
+    sums = _word(more, "more than the sum of its parts", "less than the sum of its parts", "no more than its parts")
+    grows = _word(past, "so error grows with tokens", "so it does no harm", "which cannot be told from nothing")
+    equal, agrees = own["replace"]["equal_tokens"], own["replace"]["agrees"]
     return [
         f"With depth: one layer alone costs at most {_nats(worst['loss'])} (layer {worst['layer']}), all together "
-        f"{_nats(every['loss'])}; that is {_than(depth['together'], 'more', 'less')} than the sum of single layers "
-        f"({depth['together']['value']:+.3f} ± {_se(depth['together']):.3f}).",
-        f"With tokens: a predicted past adds {_nats(past)} to what the token in hand costs, "
-        f"{_than(past, 'more than nothing', 'less than nothing')}.",
-        f"On its own: greedy answers part from the native one after {own['replace']['equal_tokens']['value']:.1f} of "
-        f"{figures['own']['tokens']} tokens; the native model would have written "
-        f"{_percent(own['replace']['agrees'])} of replace's tokens itself.",
+        f"{_nats(every['loss'])}: {sums}, by {_nats(more)}.",
+        f"With tokens: a predicted past adds {_nats(past)} to what the token in hand costs, {grows}.",
+        f"On its own: of {figures['own']['tokens']} greedy tokens the first {equal['value']:.1f} are the native "
+        f"ones; of what replace writes the native model would choose {_percent(agrees)}.",
     ]
 
 
@@ -127,23 +118,20 @@ def _row(figures: Mapping[str, Any], mode: str, threshold: float | None = None) 
     )  # fmt: skip
 
 
-def _se(estimate: Mapping[str, Any]) -> float:
-    return estimate["se"] or 0.0
-
-
 def _lead(row: Mapping[str, Any]) -> str:
-    return f"{row['lead_layers']:g} layers ({1e3 * row['lead_s']:.1f} ms of compute)"
+    layers = row["lead_layers"]
+    return f"{layers:g} layer{'s' if layers > 1 else ''} or {1e3 * row['lead_s']:.1f} ms of compute"
 
 
 def _percent(estimate: Mapping[str, Any]) -> str:
-    return f"{100 * estimate['value']:.1f} ± {100 * _se(estimate):.1f} %"
+    return f"{100 * estimate['value']:.1f} ± {100 * (estimate['se'] or 0.0):.1f} %"
 
 
 def _nats(estimate: Mapping[str, Any]) -> str:
-    return f"{estimate['value']:+.3f} ± {_se(estimate):.3f} nats"
+    return f"{estimate['value']:+.3f} ± {estimate['se'] or 0.0:.3f} nats"
 
 
-def _than(difference: Mapping[str, Any], above: str, below: str) -> str:
-    if abs(difference["value"]) <= 2 * _se(difference):
-        return "not told apart"
+def _word(difference: Mapping[str, Any], above: str, below: str, neither: str) -> str:
+    if difference["se"] is None or abs(difference["value"]) <= 2 * difference["se"]:
+        return neither
     return above if difference["value"] > 0 else below

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -217,7 +218,7 @@ def prerouter_engine(found: Figures) -> pd.DataFrame:
 
 def prerouter_verdict(found: Figures) -> str:
     """What the figures come to, in plain words."""
-    return "\n".join(sentences(found))
+    return "\n".join(textwrap.fill(line, 118, subsequent_indent="    ") for line in sentences(found))
 
 
 def prerouter_seconds(found: Figures) -> pd.DataFrame:
