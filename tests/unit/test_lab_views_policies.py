@@ -23,7 +23,7 @@ def found():
         {"share": s, "deadline": 0, "late_tokens": estimate(0.5), "late_experts": 1.0, "mode": mode,
          "time": estimate(time), "error": estimate(0.2), "loss": estimate(loss)}
         for s in (0.1, 0.2, 0.4)
-        for mode, time, loss in (("exact", 3.0, 0.0), ("zero", 1.0, 0.02), ("promote", 1.0, 0.05))
+        for mode, time, loss in (("exact", 3.0, 0.0), ("zero", 1.0, 0.02), ("promote", 1.0, 0.05), ("anchor", 1.0, 0.3))
     ]  # fmt: skip
     every = [
         policy(name, share, loss, time, mixing=mixing)
@@ -83,7 +83,7 @@ def test_one_row_a_policy_for_quality_and_three_for_bytes(found):
 
 
 def test_calibration(found):
-    assert views.calibration_bins(found)["predicted"].tolist() == [-0.5, 0.5]
+    assert views.calibration_bins(found)["promised"].tolist() == [-0.5, 0.5]
     assert views.calibration_zero(found)["value"].tolist() == [0.3, -0.1, 0.7]
     assert views.calibration_signs(found)["tokens that the anchor wins"].tolist() == [0.1]
 
@@ -91,12 +91,12 @@ def test_calibration(found):
 def test_late_is_judged_at_the_middle_cache_size(found):
     frame = views.late_experts(found).set_index("way")
     assert frame["undominated"].to_dict() == {
-        "late: zero": True, "late: promote": False, "anchor only": False, "anchored top-1": True,
+        "late: zero": True, "late: promote": False, "late: anchor": False, "anchor only": False, "anchored top-1": True,
         "compatible top-2": False, "veto, softmax": False, "native top-2": True,
     }  # fmt: skip
     assert frame.loc["late: zero", "price"] == pytest.approx(0.01) and frame["price"].isna()["native top-2"]
     assert frame["waits"].sum() == 5 and frame["token time"].is_monotonic_increasing
-    assert len(views.late_errors(found)) == 6
+    assert len(views.late_errors(found)) == 9 and set(views.LATE_LABELS) <= set(frame.columns)
 
 
 def test_late_experts_live(found):
@@ -112,6 +112,32 @@ def test_late_experts_live(found):
     ]
 
 
+def test_sentences_say_what_the_figures_say(found):
+    assert views.calibration_sentences(found, "loss") == (
+        "m: above zero a specialist takes +0.3000 ± 0.1000 nats a token off, at or below it -0.1000 ± 0.1000; 100% of "
+        "the bins have the sign that they promise, 60% of single pairs. 2.0 of a token's 4 scores are above zero, and "
+        "the anchor wins 10.0% of tokens outright."
+    )
+    assert views.utility_unit("error") in views.calibration_sentences(found, "error")
+    costs = "zero +0.0200 ± 0.1000, promote +0.0500 ± 0.1000, anchor"
+    ends = "The soonest that waits and loses nothing measurable is anchor only, after 0.00 token-times."
+    assert views.fallback_sentences(found) == (
+        "m (shared anchor), 0 reads hidden: the whole route waits 2.00 token-times. Going on without late experts "
+        f"costs, in nats a token, {costs} +0.3000 ± 0.1000; the anchor in their place loses measurably, and waiting is "
+        f"better. {ends}"
+    )
+    for row in found["m"]["late"]:
+        if row["mode"] == "anchor":
+            row["loss"]["value"] = 0.2  # two standard errors are chance
+    assert "with the anchor in their place nothing measurable is lost, and waiting buys nothing." in (
+        views.fallback_sentences(found)
+    )
+    for row in found["m"]["policies"]:
+        if row["policy"] in ("anchor only", "compatible top-2"):
+            row["loss"]["value"] = 0.5
+    assert "is anchored top-1, after 0.50 token-times." in views.fallback_sentences(found)
+
+
 def test_the_picture_has_the_policies_asked_for(found):
     assert views.routing_picture(found["m"], ["anchor only"])["expert"].tolist() == [-1]
 
@@ -119,3 +145,6 @@ def test_the_picture_has_the_policies_asked_for(found):
 def test_speed_is_measured_here():
     frame = views.dispatch_speed([4], [1, 8], hidden=8, rounds=2)
     assert frame["tokens"].tolist() == [1, 8] and (frame["loop / grouped"] > 0).all() and (frame["n"] == 2).all()
+    share = views.routing_share([4], hidden=8, rounds=2)
+    assert len(share) == 6 and (share["n"] == 2).all() and share["share"].between(0, 1).all()
+    assert (share["route us"] < share["dispatch us"]).all()

@@ -7,6 +7,7 @@ is tested.
 from .data import checks, coverage, coverage_grid, duplicates, leakage, set_sizes
 from .heads import FULL, SHARED, head_bytes, head_files, head_gains, head_history
 from .policies import (
+    LATE_LABELS,
     calibration_bins,
     calibration_signs,
     calibration_zero,
@@ -14,7 +15,6 @@ from .policies import (
     late_errors,
     late_experts,
     late_live,
-    late_sentences,
     late_times,
     routing_bytes,
     routing_errors,
@@ -22,7 +22,9 @@ from .policies import (
     routing_picture,
     routing_quality,
     routing_sets,
+    routing_share,
 )
+from .policy_sentences import calibration_sentences, fallback_sentences, late_sentences, utility_unit
 from .prerouter import (
     prerouter_agreement,
     prerouter_apart,
@@ -103,6 +105,7 @@ from .verdicts import contour, frame, gate_table, hit_curves, machine, reasons, 
 
 __all__ = [
     "FULL",
+    "LATE_LABELS",
     "SHARED",
     "across_sets",
     "budgets",
@@ -112,6 +115,7 @@ __all__ = [
     "cache_curves",
     "calibration_bins",
     "calibration_rows",
+    "calibration_sentences",
     "calibration_signs",
     "calibration_zero",
     "capture_cost",
@@ -125,6 +129,7 @@ __all__ = [
     "coverage_grid",
     "dispatch_speed",
     "duplicates",
+    "fallback_sentences",
     "feature_cost",
     "figure",
     "frame",
@@ -178,6 +183,7 @@ __all__ = [
     "routing_picture",
     "routing_quality",
     "routing_sets",
+    "routing_share",
     "sequence_kinds",
     "set_sizes",
     "seven",
@@ -201,5 +207,6 @@ __all__ = [
     "training_history",
     "training_times",
     "union_growth",
+    "utility_unit",
     "wasted",
 ]

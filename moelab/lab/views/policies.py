@@ -9,6 +9,11 @@ import numpy as np
 import pandas as pd
 
 Figures = Mapping[str, Mapping[str, Any]]
+LATE_LABELS = {
+    "deadline": "reads hidden", "token time": "token-times", "value": "loss, nats a token", "se": "standard error",
+    "price": "nats a token-time saved",
+}  # fmt: skip
+"""Columns of `late_experts` with their units."""
 
 
 def routing_sets(found: Figures) -> pd.DataFrame:
@@ -25,9 +30,10 @@ def routing_sets(found: Figures) -> pd.DataFrame:
 
 def calibration_bins(found: Figures) -> pd.DataFrame:
     """Promised against measured utility in bins of the score; none straddles zero."""
-    return pd.concat(
+    bins = pd.concat(
         [pd.DataFrame(f["calibration"]["bins"]).assign(model=m) for m, f in found.items()], ignore_index=True
-    ).dropna(subset=["se"])
+    )
+    return bins.dropna(subset=["se"]).rename(columns={"predicted": "promised", "value": "measured"})
 
 
 def calibration_zero(found: Figures) -> pd.DataFrame:
@@ -116,7 +122,7 @@ def routing_frontier(figures: Mapping[str, Any]) -> pd.DataFrame:
             {
                 "policy": r["policy"],
                 "kilobytes a token": max(r["bytes"]["value"] / 1e3, 0.1),
-                "loss over native": r["loss"]["value"],
+                "loss over native, nats": r["loss"]["value"],
                 "se": r["loss"]["se"],
             }
             for r in figures["policies"]
@@ -205,28 +211,6 @@ def late_times(found: Figures) -> pd.DataFrame:
     )  # fmt: skip
 
 
-def late_sentences(found: Figures) -> str:
-    """What the two tables come to, a sentence a model."""
-    out = []
-    for m, f in found.items():
-        rows = [r for r in f["live"]["rows"] if r["place"] == "staged"]
-        times = {(r["place"], r["mode"]): 1e3 * r["seconds"][1] for r in f["live_times"]["rows"]}
-        raised = next(r for r in rows if r["mode"] == "raise")["touched"]
-        costs = ", ".join(
-            f"{r['mode']} {r['loss']['value']:+.3f} ± {r['loss']['se'] or 0:.3f}"
-            for r in rows
-            if r["mode"] not in ("exact", "raise")
-        )
-        out.append(
-            f"{m}: with {f['live']['slots']} experts a layer in staged slots {raised['value']:.1%} of {raised['n']} "
-            f"tokens would raise; in nats a token doing without costs {costs}, and takes {times['staged', 'zero']:.1f} "
-            f"ms for {times['staged', 'exact']:.1f}, on the cache {times['cache', 'zero']:.1f} for "
-            f"{times['cache', 'exact']:.1f}."
-        )
-        out += [f"{m}, {r['mode']}: refused, {r['problem']}." for r in f["live"]["refused"] if r["place"] == "staged"]
-    return "\n".join(out)
-
-
 def dispatch_speed(
     experts: list[int], tokens: list[int], *, hidden: int, rounds: int, arms: tuple[str, ...] | None = None
 ) -> pd.DataFrame:
@@ -246,6 +230,27 @@ def dispatch_speed(
                     "loop / grouped": found["loop"].median / found["grouped"].median,
                     "grouped / batched": found["grouped"].median / found["batched"].median,
                     "route, share of grouped": found["share"].median,
+                }
+            )  # fmt: skip
+    return pd.DataFrame(out)
+
+
+def routing_share(experts: list[int], *, hidden: int, rounds: int) -> pd.DataFrame:
+    """What part of the dispatch of one token selection and capacity take, a row a policy: microseconds, medians."""
+    from ...policies.bench import dispatchers, time_dispatch
+
+    out = []
+    for n in experts:
+        for name, dispatcher in dispatchers(n).items():
+            found = time_dispatch(
+                experts=n, tokens=1, hidden=hidden, intermediate=2 * hidden, rounds=rounds, arms=("grouped",),
+                dispatcher=dispatcher,
+            )  # fmt: skip
+            out.append(
+                {
+                    "specialists": n, "policy": name, "n": found["route"].n, "route us": found["route"].median * 1e6,
+                    "dispatch us": found["grouped"].median * 1e6, "share": found["share"].median,
+                    "spread of share": found["share"].spread,
                 }
             )  # fmt: skip
     return pd.DataFrame(out)
