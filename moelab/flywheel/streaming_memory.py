@@ -4,6 +4,9 @@
 before mlx is imported until the answers are done, and the system's own high-water mark is read at the end. What mlx
 counts for itself is reported beside: it knows nothing of imports, threads and buffers.
 
+These processes leave torch out of transformers (`models.without_torch`), as one that only runs a model may: with it the
+imports alone take some 190 MiB more.
+
 Nothing heavy is imported at the top of this module: `peak_memory` is what a fresh process calls first.
 """
 
@@ -17,6 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
+
+from ..models import without_torch
 
 __all__ = ["Watch", "idle_memory", "peak_memory"]
 
@@ -56,6 +61,7 @@ class Watch:
 
 def idle_memory(*, path: Path, precision: str, cache_bytes: int) -> int:
     """Resident set of this process, bytes, when everything but the slots is loaded. Meant for a process of its own."""
+    without_torch()
     from ..streaming import EngineOptions, StreamingEngine
 
     with StreamingEngine.load(path, EngineOptions(cache_bytes=cache_bytes, precision=precision)) as engine:
@@ -81,6 +87,7 @@ def peak_memory(
     """
     began = time.perf_counter()
     with Watch() as watch:
+        without_torch()
         import mlx.core as mx
 
         from ..streaming import EngineOptions, StreamingEngine

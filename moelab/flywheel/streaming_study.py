@@ -56,7 +56,7 @@ class StreamingOptions(Options):
     disk_seconds: float = param(0.05, "seconds measured for each read size and depth", min=0.01)
     budgets: list[float] = param([0.125, 0.25, 0.5], "cache budgets, as shares of all expert bytes", min=0.01, max=1.0)
     policies: list[str] = param(
-        ["lru", "layer-lfu", "layer-staleness", "expected-next-use"], "eviction policies", choices=(*eviction.POLICIES,)
+        ["lru", "layer-lfu", "recent-lfu", "expected-next-use"], "eviction policies", choices=(*eviction.POLICIES,)
     )
     cache_threads: int = param(4, "recorded threads replayed through cache and store, at most", min=2)
     cache_tokens: int = param(16, "decoded tokens of each, at most", min=1)

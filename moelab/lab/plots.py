@@ -26,6 +26,8 @@ PALETTE = "colorblind"
 SIZE = (7.2, 4.0)
 """Inches: fits the report's column at 100 dots an inch."""
 DPI = 110
+MANY = 5
+"""Entries from which on a legend stands beside the data: inside it would lie on some of it."""
 
 
 class Figure(BaseFigure):
@@ -307,6 +309,8 @@ def _new(alt: str, title: str, *, rows: int = 0) -> tuple[Figure, Axes]:
 def _finish(figure: Figure, axes: Axes, hue: str | None) -> Figure:
     axes.set_xlabel(readable(axes.get_xlabel()))
     axes.set_ylabel(readable(axes.get_ylabel()))
-    if hue and axes.get_legend() is not None:
-        sns.move_legend(axes, "best", frameon=True, title=readable(hue))
+    if hue and (legend := axes.get_legend()) is not None:
+        many = len(legend.get_texts()) > MANY
+        place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if many else {"loc": "best"}
+        sns.move_legend(axes, **place, frameon=True, title=readable(hue))
     return figure

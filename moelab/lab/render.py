@@ -19,8 +19,6 @@ from .report import SIGNS
 
 TEMPLATES = Path(__file__).parent / "templates"
 PROGRESS = re.compile(r"^.*: \d+% of [\d,]+(\n|$)", re.MULTILINE)
-"""A line of `views.progress`."""
-PROGRESS = re.compile(r"\S.*: \d{1,3}% of [\d,]+\n")
 """A line of `views.progress`: of use while a stage runs, and of none on the page of one that has ended."""
 
 
@@ -29,9 +27,6 @@ def render(executed: Path, page: Path, *, failure: str = "") -> None:
     notebook = notebooks.load(executed)
     notebook.metadata["title"] = title(notebook, executed)
     drop_progress(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in map(_without_progress, cell.outputs) if output is not None]
     html, _ = _exporter().from_notebook_node(
         notebook,
         resources={
@@ -41,14 +36,6 @@ def render(executed: Path, page: Path, *, failure: str = "") -> None:
         },
     )
     page.write_text(html, encoding="utf-8")
-
-
-def _without_progress(output: Any) -> Any | None:
-    """The output as it is shown; None if nothing is left of it."""
-    if output.output_type != "stream" or output.name != "stdout":
-        return output
-    output.text = "".join(line for line in output.text.splitlines(keepends=True) if not PROGRESS.fullmatch(line))
-    return output if output.text else None
 
 
 def drop_progress(notebook) -> None:

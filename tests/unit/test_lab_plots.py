@@ -39,6 +39,16 @@ def test_each_line_has_the_data_of_its_legend_entry(frame):
     assert [band.y0 for band in bands] == pytest.approx([0.06, 0.36, 0.66])  # value - 2 se of each first point
 
 
+def test_a_long_legend_stands_beside_the_data(frame):
+    few = plots.lines(frame, x="k", y="recall", hue="control", alt=ALT)
+    many = plots.lines(frame.assign(control=list("abcdefghi")), x="k", y="recall", hue="control", alt=ALT)
+    for figure, beside in ((few, False), (many, True)):
+        draw(figure)
+        figure.draw_without_rendering()
+        axes = figure.axes[0]
+        assert (axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1) == beside
+
+
 def test_order_of_rows_does_not_swap_colours(frame):
     shuffled = frame.sample(frac=1, random_state=3)
     order = list(dict.fromkeys(shuffled.control))

@@ -83,3 +83,17 @@ def test_a_token_is_drawn_as_bars_in_time():
     assert figure.axes[-1].get_xlabel() == "milliseconds" and figure.alt == "One token."
     with pytest.raises(ContractError, match="no such column"):
         plots.spans(frame, start="begin", end="end", y="layer", hue="what", x="ms", alt="x")
+
+
+def test_simulated_figures_have_units():
+    row = {"predictor": "oracle", "issue": "off", "demand_bytes": 1.83e6, "prefetch_bytes": None, "useful_ratio": 0.5}
+    frame = views.simulated_issue({"m": {"issue": [row, {**row, "prefetch_bytes": 4e6}]}})
+    assert frame["on demand, MB a token"].tolist() == [1.83, 1.83]
+    assert frame["ahead, MB a token"].tolist()[1] == 4.0 and frame["ahead, MB a token"].isna().tolist()[0]
+    assert frame["useful share of what was read ahead"].tolist() == [0.5, 0.5]
+    contour = {"contour": [{"recall": 0.5, "waste": 1.0, "speedup": 1.1, "fluid_speedup": 1.2}]}
+    names = {"recall of the predictor", "useless candidates a useful one", "speed-up"}
+    assert names <= set(views.simulated_contour(contour).columns)
+    lines = views.simulated_speedups(contour)
+    assert lines["by"].tolist() == ["closed loop, recall 0.5", "fluid, recall 0.5"]
+    assert lines["speed-up"].tolist() == [1.1, 1.2]

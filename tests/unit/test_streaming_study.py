@@ -15,7 +15,7 @@ from moelab.streaming.pack import PackSource
 
 OPTIONS = StreamingOptions(
     prompt=12, tokens=10, made_up_mb=[1], reads=12, read_repeats=2, disk_seconds=0.01, budgets=[0.3, 0.6],
-    policies=["lru", "layer-lfu"], ratios=[1.0], overlap_tokens=6, overlap_repeats=2, memory_tokens=4,
+    policies=["lru", "recent-lfu"], ratios=[1.0], overlap_tokens=6, overlap_repeats=2, memory_tokens=4,
 )  # fmt: skip
 PROMPTS = [list(range(20, 32)), list(range(60, 72))]
 
@@ -197,6 +197,7 @@ def test_memory_is_watched_in_a_process_of_its_own(figures):
     assert memory["high_water"] is None or memory["high_water"] >= memory["peak"] * 0.99
     assert memory["cache"] <= memory["budget"] - memory["base"] - (OPTIONS.reserve_mb << 20)
     assert memory["tokens"] == 2 * OPTIONS.memory_tokens and memory["looks"] > 5
+    assert memory["imports"] < 130 << 20  # without torch, which alone would be more than that
     assert 0 <= memory["shared"] <= 1
 
 
@@ -204,6 +205,9 @@ def test_claims_follow_their_figures(figures):
     rows = {row["claim"]: row for row in figures["claims"]}
     assert rows["a second request equals the same request cold, bit for bit"]["holds"] is True
     assert rows["a second request equals the same request cold, bit for bit"]["n"] == 2 * OPTIONS.tokens
+    lru = next(row for row in figures["cache"]["rows"] if row["policy"] == "recent-lfu" and row["share"] == 0.3)
+    claim = rows["fewer bytes than a global LRU at 0.3 of all experts, by the default policy, recent-lfu"]
+    assert claim["measured"] == lru["value"] / lru["lru"] and claim["holds"] == (lru["less"] < 0)
     assert len(rows) == 2 + 2 * len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 3 * len(OPTIONS.ratios) + 2
 
 
@@ -214,11 +218,14 @@ def test_a_claim_without_evidence_is_neither_held_nor_broken(figures):
     wrong = [{**row, "logits_equal": row["n"] - 1} for row in figures["equality"]["rows"]]
     changed["equality"] = {"rows": wrong + [{**row, "blas": "openblas"} for row in wrong]}
     changed["memory"] = {**figures["memory"], "budget": figures["memory"]["peak"] - 1}
+    best = [{**row, "policy": "layer-lfu", "less": -1.0} for row in figures["cache"]["rows"]]  # asked of no policy
+    changed["cache"] = {**figures["cache"], "rows": best}
     rows = {row["claim"]: row for row in streaming_claims.claims(changed)}
     assert rows["a pack is read without amplification"]["holds"] is None
     assert rows["a second request equals the same request cold, bit for bit"]["holds"] is False
     assert rows["tokens equal the resident model's under OpenBLAS"]["holds"] is True  # its tokens are, its bits not
     assert rows["peak memory ÷ memory budget"]["holds"] is False
+    assert rows["fewer bytes than a global LRU by the default policy, recent-lfu"]["holds"] is None
 
 
 def test_an_arm_that_changes_the_answer_is_refused(loaded, monkeypatch):

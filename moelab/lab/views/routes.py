@@ -17,8 +17,8 @@ from ...flywheel.tour import Replayed
 
 
 def progress(*labels: str, every: float = 0.1):
-    """A callback for long stages that prints a line a tenth of the way, for each job; plain text, so that it
-    reads the same in JupyterLab, in a log and in the report."""
+    """A callback for long stages that prints a line a tenth of the way, for each job: plain text, so that it reads the
+    same in JupyterLab and in a log. A finished page leaves these lines out (`render`)."""
     last: dict[int, int] = {}
 
     def report(job: int, message: Mapping[str, Any]) -> None:

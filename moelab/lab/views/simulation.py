@@ -13,13 +13,15 @@ POINTS = {
     "async_boundary": "asynchronous boundary",
     "in_forward": "in the forward",
 }
+AXES = {"recall": "recall of the predictor", "waste": "useless candidates a useful one", "speedup": "speed-up"}
+MB = 1e6
 
 
 def issue_points(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
     """One row a depth and ratio: time of a pass, compute = 1, by issue point, beside the bound."""
     frame = pd.DataFrame(rows).assign(issue=lambda f: f["issue"].map(POINTS))
     table = frame.pivot(index=["layers", "ratio", "bound"], columns="issue", values="time").reset_index()
-    return table[["layers", "ratio", *POINTS.values(), "bound"]].rename(columns={"ratio": "read / compute"})
+    return table[["layers", "ratio", *POINTS.values(), "bound"]].rename(columns={"ratio": "reads ÷ compute"})
 
 
 def simulated_caches(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -29,11 +31,11 @@ def simulated_caches(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         "policy": "policy",
         "timely_recall": "hit rate",
         "opt_hit_rate": "OPT hit rate",
-        "demand_bytes": "bytes a token",
-        "opt_bytes": "OPT bytes",
-        "seconds_per_token": "time, no prediction",
-        "perfect_seconds": "time, perfect layer ahead",
-        "bound_s": "bound",
+        "demand_bytes": "MB a token",
+        "opt_bytes": "OPT, MB a token",
+        "seconds_per_token": "s a token, no prediction",
+        "perfect_seconds": "s a token, perfect layer ahead",
+        "bound_s": "bound, s",
         "possible": "share of the possible",
     }
     return _rows(found, "cache", names)
@@ -44,15 +46,15 @@ def simulated_issue(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     names = {
         "predictor": "predictor",
         "issue": "issue",
-        "seconds_per_token": "time",
-        "bound_s": "bound",
+        "seconds_per_token": "s a token",
+        "bound_s": "bound, s",
         "possible": "share of the possible",
         "hidden_fraction": "hidden fraction",
         "timely_recall": "timely recall",
         "timely_miss_recall": "timely miss recall",
-        "demand_bytes": "demand bytes",
-        "prefetch_bytes": "prefetched bytes",
-        "useful_ratio": "useful",
+        "demand_bytes": "on demand, MB a token",
+        "prefetch_bytes": "ahead, MB a token",
+        "useful_ratio": "useful share of what was read ahead",
     }
     frame = _rows(found, "issue", names)
     return frame.assign(issue=frame["issue"].map(POINTS))
@@ -60,7 +62,7 @@ def simulated_issue(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 def simulated_contour(figures: Mapping[str, Any]) -> pd.DataFrame:
     """Recall x waste of one model: closed-loop speed-up, and that of the fluid model of Gate 0."""
-    return pd.DataFrame(figures["contour"])
+    return pd.DataFrame(figures["contour"]).rename(columns=AXES)
 
 
 def simulation_check(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
@@ -69,28 +71,29 @@ def simulation_check(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
         "store": "store",
         "prediction": "prediction",
         "tokens": "tokens",
-        "seconds": "seconds a token",
-        "simulated_seconds": "simulated",
-        "ratio": "simulated / real",
-        "wake_late_ms": "threads wake late by (ms)",
+        "seconds": "s a token",
+        "simulated_seconds": "simulated, s a token",
+        "ratio": "simulated ÷ real",
+        "wake_late_ms": "threads wake late by, ms",
         "hits": "hits",
         "simulated_hits": "simulated hits",
-        "read_bytes": "bytes read",
-        "simulated_bytes": "simulated bytes",
+        "read_bytes": "read, MB",
+        "simulated_bytes": "simulated, MB",
     }
     return _rows(found, "rows", names)
 
 
 def simulated_speedups(figures: Mapping[str, Any]) -> pd.DataFrame:
-    """The contour in long form: `series` names the recall, and the model that says so."""
+    """The contour in long form: `by` names the model of time, and the recall."""
     frame = pd.DataFrame(figures["contour"])
     parts = [
-        frame.assign(speedup=frame[column], series=name + frame["recall"].map(", recall {:g}".format))
+        frame.assign(speedup=frame[column], by=name + frame["recall"].map(", recall {:g}".format))
         for column, name in (("speedup", "closed loop"), ("fluid_speedup", "fluid"))
     ]
-    return pd.concat(parts, ignore_index=True)
+    return pd.concat(parts, ignore_index=True).rename(columns=AXES)
 
 
 def _rows(found: Mapping[str, Mapping[str, Any]], study: str, names: Mapping[str, str]) -> pd.DataFrame:
     frame = pd.concat([pd.DataFrame(f[study]).assign(model=m) for m, f in found.items()], ignore_index=True)
-    return frame.reindex(columns=["model", *names]).rename(columns=names)
+    sizes = {name: frame[name] / MB for name in names if name.endswith("_bytes")}
+    return frame.assign(**sizes).reindex(columns=["model", *names]).rename(columns=names)
