@@ -123,6 +123,15 @@ def positive_evidence(scores):
     return to_float32(share / math.fsum(shares) for share in shares)
 
 
+HEAD = {"weight": [[0.5, -1.0], [0.25, 0.0], [-2.0, 1.5]], "bias": [0.0, 0.125, -0.5]}
+
+
+def learned_mixture(scores, features):
+    """Softmax of a frozen affine head on a token's features, a rank a score. Quarters, so that sums are exact."""
+    rows = zip(HEAD["weight"][: len(scores)], HEAD["bias"], strict=False)
+    return softmax([sum(w * x for w, x in zip(row, features, strict=True)) + bias for row, bias in rows])
+
+
 WEIGHTINGS = {
     "score_softmax": softmax,
     "positive_evidence": positive_evidence,
@@ -214,6 +223,7 @@ def score_sets():
     yield "five, all negative", [[[-1.0] * 5, [-1.0, -0.5, -0.5, -3.0, -0.25]]]
     yield "five, eighths", [[[draw.randrange(-6, 9) / 8 for _ in range(5)] for _ in range(6)] for _ in range(2)]
     yield "five, awkward", [[[draw.choice(awkward) for _ in range(5)] for _ in range(8)]]
+    yield "many, quarters", [[[draw.randrange(-8, 7) / 4 for _ in range(19)] for _ in range(2)]]
 
 
 def availabilities(scores):
@@ -237,7 +247,7 @@ def parameter_sets(policy, experts):
         every = list(itertools.combinations(range(experts), 2))
         return [{"pairs": pairs} for pairs in (every, every[::2], draw.sample(every, len(every) // 3))]
     if policy == "hierarchical":
-        sizes = {0: [[]], 1: [[1]], 2: [[2], [1, 1]], 5: [[2, 3], [1, 3, 1]]}[experts]
+        sizes = {0: [[]], 1: [[1]], 2: [[2], [1, 1]], 5: [[2, 3], [1, 3, 1]], 19: [[7, 1, 11]]}[experts]
         local = [("anchor_veto_top2", {}), ("adaptive_top1_top2", {"mixture_threshold": 0.25})]
         local += [("dynamic_k", {"k_max": 3, "threshold": 0.0})] if experts >= 3 else []
         turns = itertools.cycle(local)
@@ -262,8 +272,6 @@ def cases(policy):
                     [[draw.randrange(-2, 4) / 2 for _ in params["package_sizes"]] for _ in part] for part in scores
                 ]
             for available, availability in availabilities(scores):
-                if policy == "hierarchical" and available in ("none", "one"):
-                    continue
                 case = {"name": f"{name}, {available} available", "params": params, "scores": scores}
                 case |= {"availability": availability, "hidden": hidden, "package_scores": packages}
                 try:
@@ -280,14 +288,18 @@ def combination_cases():
         scores = [to_float32(sorted(row, reverse=True)) for row in scores]
         outputs = [[to_float32(draw.gauss(0, 1) for _ in range(3)) for _ in range(slots)] for _ in range(tokens)]
         anchor = [to_float32(draw.gauss(0, 1) for _ in range(3)) for _ in range(tokens)]
-        for name, weigh in WEIGHTINGS.items():
-            weights = [weigh(row) for row in scores]
+        features = [[draw.randrange(-8, 9) / 4 for _ in range(2)] for _ in range(tokens)]
+        for name, weigh in {**WEIGHTINGS, "learned_mixture": None}.items():
+            if weigh is None and slots > len(HEAD["bias"]):
+                continue
+            rows = zip(scores, features, strict=True)
+            weights = [weigh(row) if weigh else learned_mixture(row, x) for row, x in rows]
             expected = {"weights": weights, "output": [mix(y, w) for y, w in zip(outputs, weights, strict=True)]}
             for kind in ("complete", "delta"):
                 rows = zip(anchor, outputs, weights, strict=True)
                 expected[f"always_on_{kind}"] = [correct(a, y, w, kind) for a, y, w in rows]
             case = {"combination": name, "slots": slots, "scores": scores, "outputs": outputs, "anchor": anchor}
-            yield case | {"expected": expected}
+            yield case | {"features": None if weigh else features, "expected": expected}
 
 
 def documents():

@@ -20,6 +20,7 @@ from moelab.policies import (
     DynamicKSelection,
     EqualCombination,
     HierarchicalSelection,
+    LearnedMixtureCombination,
     OverflowToAnchorCapacity,
     PositiveEvidenceCombination,
     PromoteSurvivorsCapacity,
@@ -36,6 +37,7 @@ COMBINATIONS = {
     "positive_evidence": PositiveEvidenceCombination(),
     "equal": EqualCombination(),
     "unit_weights": UnitWeights(),
+    "learned_mixture": LearnedMixtureCombination(tuple(map(tuple, oracle.HEAD["weight"])), tuple(oracle.HEAD["bias"])),
 }
 
 
@@ -113,17 +115,47 @@ def test_policy_reproduces_its_vectors(policy):
             assert run_policy(policy, *given) == case["expected"], (case["name"], case["params"])
 
 
+@pytest.mark.parametrize("policy", list(oracle.SELECTIONS))
+def test_policy_reproduces_its_vectors_token_by_token(policy):
+    """A single token takes a path of its own."""
+    for case in read(policy):
+        if "refused" in case:
+            continue
+        per_token = case["availability"] and isinstance(case["availability"][0], list)
+        for b, part in enumerate(case["scores"]):
+            for t, token in enumerate(part):
+                allowed = [[case["availability"][b][t]]] if per_token else case["availability"]
+                packages = None if case["package_scores"] is None else [[case["package_scores"][b][t]]]
+                got = run_policy(policy, case["params"], [[token]], allowed, [[case["hidden"][b][t]]], packages)
+                assert got == {name: [[value[b][t]]] for name, value in case["expected"].items()}, case["name"]
+
+
+def test_vectors_have_every_kind_of_case():
+    """Ties at zero and above it, all negative, no, one, two and many specialists; all, none, one, some a token."""
+    for policy in oracle.SELECTIONS:
+        cases = read(policy)
+        assert {len(case["scores"][0][0]) for case in cases} == {0, 1, 2, 5, 19}
+        for available in ("all", "none", "one", "per token"):
+            mine = [case for case in cases if case["name"].endswith(f", {available} available")]
+            tokens = [token for case in mine for part in case["scores"] for token in part if token]
+            assert any(max(token) == 0 and token.count(0) > 1 for token in tokens), (policy, available)
+            assert any(max(token) > 0 and token.count(max(token)) > 1 for token in tokens), (policy, available)
+            assert any(max(token) < 0 for token in tokens), (policy, available)
+    assert {case["combination"] for case in read("combination")} == set(COMBINATIONS)
+
+
 def test_combinations_reproduce_their_vectors():
     for case in read("combination"):
         combination, slots = COMBINATIONS[case["combination"]], case["slots"]
         scores = torch.tensor(case["scores"]).view(-1, slots)
         outputs, anchor = torch.tensor(case["outputs"]).view(-1, slots, 3), torch.tensor(case["anchor"]).view(-1, 3)
-        mixture = combination(outputs, selected_scores=scores)
+        given = {"features": torch.tensor(case["features"]).view(-1, 2)} if case["features"] is not None else {}
+        mixture = combination(outputs, selected_scores=scores, **given)
         assert mixture.weights.tolist() == case["expected"]["weights"]
         assert mixture.output.tolist() == case["expected"]["output"]
         for kind in ("complete", "delta"):
             always_on = AlwaysOnAnchorCombination(combination, expert_outputs=kind)
-            corrected = always_on(outputs, selected_scores=scores, anchor_output=anchor)
+            corrected = always_on(outputs, selected_scores=scores, anchor_output=anchor, **given)
             assert corrected.output.tolist() == case["expected"][f"always_on_{kind}"]
 
 
