@@ -21,7 +21,7 @@ _HOMES = {
     "heatmap": "plots",
     "contour": "plots",
     "reliability": "plots",
-    "frontier": "frontier",
+    "frontier": "frontiers",
     "table": "tables",
     "estimate_table": "tables",
 }
