@@ -149,7 +149,7 @@ def gate1(
 ) -> Verdict:
     """Replay correctness for one runtime identity: ordered ids exact at every layer, weights within tolerance.
 
-    Margins at disagreements may stand beside the figures; they never excuse one (AFN-021, Gate 1).
+    Margins at disagreements may stand beside the figures; they never excuse one (source: AFN-021, Gate 1).
     """
     exact = {
         "order_mismatches": order_mismatches,

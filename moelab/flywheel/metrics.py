@@ -160,7 +160,7 @@ def union_growth(
     """U_B: distinct experts of a layer in `block` consecutive tokens, averaged over windows and layers.
 
     A block of B tokens verified at once reads each expert once, so verification breaks even against one token
-    at a time when U_B < K·τ(B), τ = tokens accepted per block (AFN-019/021). n counts windows × layers.
+    at a time when U_B < K·τ(B), τ = tokens accepted per block (source: AFN-019 and AFN-021). n counts windows × layers.
 
     Args:
         ids: integers `[T,L,K]`.

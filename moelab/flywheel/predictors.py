@@ -41,7 +41,7 @@ FORMAT_VERSION = 1
 class PredictorIdentity:
     """What a checkpoint may be used with. Compared field by field on load.
 
-    `horizon` is one of DESIGN's ("half layer", "1 layer", "1 token", "1 token + 1 layer"); `feature` names
+    `horizon` is one of ("half layer", "1 layer", "1 token", "1 token + 1 layer"); `feature` names
     the representation and `shift` how many layers before its target it is taken.
     """
 

@@ -6,7 +6,7 @@ that follows another must give what it gives alone.
 
 That holds for a BLAS that gives the same bits for any number of rows. A prompt whose experts do not fit the cache at
 once is computed in parts, and OpenBLAS rounds a product of fewer rows otherwise. So the study runs under both where
-there are two (DESIGN: equality is a statement about one runtime identity): bits under the first, and under the second
+there are two, since equality is a statement about one runtime: bits under the first, and under the second
 tokens, with the largest difference of a log-probability beside them.
 
 Shapes: n tokens, V vocabulary. `cycle` is one token's experts, K slots of every layer: the least a cache may be.

@@ -35,7 +35,7 @@ PROBE = "Café: 3.14 × 2 = 6.28\n\tif (x != y) { return 'naïve' }  // 你好, 
 
 @dataclass(frozen=True)
 class MoEGeometry:
-    """Counts of a model: `layers` L with MoE, `experts` E, `top_k` K, `hidden` H (all as in DESIGN §5).
+    """Counts of a model: `layers` L with MoE, `experts` E, `top_k` K, `hidden` H.
 
     `layer_ids[L]` are positions among all decoder layers; `expert_bytes` is the size of the largest
     expert as stored in the checkpoint, `layer_expert_bytes[L]` that of each layer.

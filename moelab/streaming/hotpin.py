@@ -16,7 +16,7 @@ class HotPin(Ranked):
     A use makes an expert's count old·decay + 1. After every `update_interval` passes of a layer, its
     `hot_per_layer` experts with the highest count + `pin_bonus` · (a prediction names it) are hot until the
     next update; experts with a score of 0 never are, and of equals the lowest id is. Hot experts go only when
-    nothing else is left. Counts decay on use alone, as in the source (spec: "hot counts"), so an expert that is never
+    nothing else is left. Counts decay on use alone, as in the source project, so an expert that is never
     used again keeps its count: the bonus and others' uses must overtake it.
 
     Args:

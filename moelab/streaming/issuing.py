@@ -1,6 +1,6 @@
 """Predictions at work: a predictor asked while the pass runs, its candidates queued as reads.
 
-When it is asked decides what its reads can hide (DESIGN §7):
+When it is asked decides what its reads can hide:
 
 * `in_forward`: right after a layer's route is known; reads run under the rest of the pass;
 * `async_boundary`: at the end of the pass for every layer, in layer order; reads run under the next pass;

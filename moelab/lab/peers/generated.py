@@ -38,7 +38,7 @@ EXPERT_GAIN = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Counts of the model: DESIGN's L, E, K and H, and the width I of an expert."""
+    """Counts of the model: L MoE layers, E experts, K of them a token, hidden width H, and the width I of an expert."""
 
     layers: int
     experts: int

@@ -50,7 +50,7 @@ def across_sets(frame: pd.DataFrame, metric: str = "recall@1x") -> pd.DataFrame:
 
 
 def union_growth(found: Mapping[str, Artifact]) -> pd.DataFrame:
-    """U_B and the accepted tokens a block of B must give to break even in routed bytes: U_B / K (AFN-021)."""
+    """U_B and the accepted tokens a block of B must give to break even in routed bytes: U_B / K."""
     return pd.DataFrame(
         [
             {

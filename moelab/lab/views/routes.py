@@ -166,7 +166,7 @@ def training_times(summary: pd.DataFrame, epochs: int) -> pd.DataFrame:
 
 
 def collection_times(tokens_per_second: Mapping[str, float], sizes=(100_000, 1_000_000, 10_000_000)) -> pd.DataFrame:
-    """Hours that collecting so many tokens takes: tokens / sustained tokens per second (AFN-021)."""
+    """Hours that collecting so many tokens takes: tokens / sustained tokens per second."""
     return pd.DataFrame(
         [
             {"what": name, "tokens": size, "hours": size / speed / 3600}
