@@ -210,7 +210,7 @@ def main(profile: str, out: str | Path) -> None:
     rows = [{"model": m, **row} for m, a in found.items() for row in artifacts.read_json(a.file(TABLE))]
     report = {
         "schema_version": 1,
-        "command": f"python -m moelab.flywheel.on_policy {profile}",
+        "command": f"python -m moelab.flywheel.on_policy {profile} OUT.json",
         "date": datetime.date.today().isoformat(),
         "recipe": asdict(OnPolicyRecipe()),
         "rows": rows,

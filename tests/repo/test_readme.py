@@ -88,3 +88,15 @@ def test_the_example_of_installing_heads_runs(monkeypatch, capsys):
     exec(compile(code, "README.md", "exec"), names)
     names["engine"].close()
     assert capsys.readouterr().out.rstrip().endswith("True")  # every layer with a head was fed
+
+
+def test_on_policy_figures_quoted_are_those_of_the_run():
+    run = json.loads((ROOT / "reports" / "committed" / "on_policy.json").read_text())
+    text = section("Models and adapters")
+    assert run["date"] in text
+    last = f"on-policy, pass {run['recipe']['passes']}"
+    found = {(r["model"], r["metric"]): r for r in run["rows"] if (r["heads"], r["mode"]) == (last, "replace")}
+    for model in ("softmax", "sigmoid"):
+        row, loss = (found[model, f"{metric} less teacher-forced"] for metric in ("recall", "loss"))
+        assert f"{row['value']:+.3f} ± {row['se']:.3f}".replace("0.", ".") in text
+        assert abs(loss["value"]) < 2 * loss["se"]
