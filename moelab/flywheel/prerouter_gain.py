@@ -18,6 +18,7 @@ Times are seconds, sizes bytes.
 
 from __future__ import annotations
 
+import datetime
 import statistics
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -38,16 +39,21 @@ from . import stage
 from .capture import CaptureOptions, capture
 from .ceiling import SYSTEMS
 from .engine import opened
-from .head_training import FILES
+from .head_training import FILES, train_heads
 from .observations import Records
-from .prerouter_arms import feed, recorded
+from .prerouter_arms import ARMS, feed, recorded
 from .prerouter_claims import claims
 from .prerouter_depth import Bench, gains, side_by_side, uses
 from .prerouter_rounds import EVERYTHING, Rounds, head_cost
+from .prerouter_study import PrerouterOptions
 
-__all__ = ["GainPlan", "gain", "texts_of"]
+__all__ = ["GainPlan", "committed", "gain", "prerouter_gains", "texts_of"]
 
+RESULT = "gain.json"
 REPORT = Path("reports/committed/prerouter_gain.json")
+COMMAND = "python -m moelab.flywheel.prerouter_gain reference"
+FIGURES_VERSION = 1
+"""Raise when `gain` writes other figures, so that older artefacts are not taken for these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +166,7 @@ def _measured(full, path, weights, answers, plan: GainPlan, sizes, options) -> d
         here = [(ratio, whose) for c, ratio, whose in cells if c == cycles]
         for (ratio, whose), arms in zip(here, rounds.at(cycles, [r for r, _ in here]), strict=True):
             rows += [{"cycles": cycles, "ratio": ratio, "whose": whose} | row for row in arms]
+        models.report_progress({"done": len(rows) // len(ARMS), "total": len(cells) + 1})
     return {"layer_s": layer_s, "heads": heads, "rows": rows}
 
 
@@ -201,34 +208,91 @@ def simulated(bench: Bench, plan: GainPlan, sizes: Mapping[str, Any]) -> dict[st
     }
 
 
-def gain_model(model: str, observations: Path, plan: GainPlan, weights: Path | None = None) -> dict[str, Any]:
-    """One model in this process, on recorded texts of owners that heads were not trained on.
+def prerouter_gains(
+    options: PrerouterOptions, *, on_progress: stage.Progress | None = None
+) -> dict[str, dict[str, Any]]:
+    """Model → figures of `gain`, with the heads of notebook 41."""
+    observed, heads = capture(options.upstream(CaptureOptions)), train_heads(options)
+    jobs = {m: {"observations": observed[m], "heads": heads[m]} for m in options.models}
+    found = stage.run(gain_model, options, jobs, blas="auto", on_progress=on_progress)
+    return {model: artifacts.read_json(artifact.file(RESULT)) for model, artifact in found.items()}
 
-    `weights`: None = the heads that are committed beside the model.
-    """
-    with opened(model) as loaded:
-        records = Records(artifacts.open_artifact(observations))
-        entries = [e for e in records.replayable() if e["set"] == "validation" and e["sequence"].startswith("forced")]
-        texts = texts_of(list(records.open(entries, loaded, purpose="evaluate")), plan)
-        weights = weights or find_weights(FILES["full"], loaded.path)
-        precision, path = loaded.precision, loaded.path
-    with tempfile.TemporaryDirectory(dir=artifacts.artifacts_dir()) as folder:
-        write_pack(path, Path(folder) / "pack", precision=precision)
-        return gain(Path(folder) / "pack", weights, texts, plan, precision=precision, alone=stage.timing())
+
+def gain_model(model: str, options: PrerouterOptions, observations: Path, heads: Path) -> Path:
+    """One model in this process; returns the folder of a `prerouter-gain` artefact."""
+    trained = artifacts.open_artifact(heads)
+    plan = GainPlan(
+        cycles=options.gain_cycles, ratios=options.gain_ratios, threshold=options.gain_threshold,
+        texts=options.gain_texts, tokens=options.gain_tokens, simulated_tokens=options.gain_simulated_tokens,
+    )  # fmt: skip
+    subject = _Subject.of(model, observations, plan)
+
+    def make(folder: Path) -> dict[str, Any]:
+        result = subject.gain(plan, trained.file(FILES[options.form]), folder)
+        artifacts.write_json(folder / RESULT, result)
+        return {"content": artifacts.digest_json({name: result[name] for name in ("depth", "sweep", "uses")})}
+
+    return artifacts.build(
+        "prerouter-gain",
+        inputs={"observations": subject.records, "heads": trained.content},
+        params={
+            "plan": asdict(plan), "form": options.form, "runtime": models.runtime_identity(subject.precision),
+            "figures_version": FIGURES_VERSION,
+        },
+        make=make,
+    ).path  # fmt: skip
+
+
+def committed_model(model: str, observations: Path, plan: GainPlan) -> dict[str, Any]:
+    """One model in this process, with the heads that are committed beside it."""
+    subject = _Subject.of(model, observations, plan)
+    return subject.gain(plan, find_weights(FILES["full"], subject.path), artifacts.artifacts_dir())
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model's folder and recorded texts of owners that heads were not trained on. `records`: their content."""
+
+    path: Path
+    precision: str
+    texts: list[list[int]]
+    records: str
+
+    @classmethod
+    def of(cls, model: str, observations: Path, plan: GainPlan) -> Self:
+        with opened(model) as loaded:
+            records = Records(artifacts.open_artifact(observations))
+            held = [e for e in records.replayable() if e["set"] == "validation" and e["mode"] == "forced"]
+            texts = texts_of(list(records.open(held, loaded, purpose="evaluate")), plan)
+            return cls(loaded.path, loaded.precision, texts, records.artifact.content)
+
+    def gain(self, plan: GainPlan, weights: Path, folder: Path) -> dict[str, Any]:
+        """The model is packed below `folder`, and the pack removed."""
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
+            write_pack(self.path, Path(scratch) / "pack", precision=self.precision)
+            return gain(
+                Path(scratch) / "pack", weights, self.texts, plan, precision=self.precision, alone=stage.timing()
+            )  # fmt: skip
 
 
 def main(profile: str) -> None:
-    """Measure the reference models, one after the other, and write the report."""
+    """Measure the reference models, one after the other, and write the report. A tiny one is printed only."""
     options = CaptureOptions.from_profile(profile)
-    observed, plan = capture(options), QUIET if profile == "reference" else GainPlan()
+    observed, plan = capture(options), QUIET if profile == "reference" else GainPlan(texts=1, tokens=4)
     found = {}
     for model in options.models:
         job = {"model": model, "observations": observed[model].path, "plan": plan}
-        [found[model]] = models.run_workers(gain_model, [job], blas="auto", workers=1)
+        [found[model]] = models.run_workers(committed_model, [job], blas="auto", workers=1)
         for row in found[model]["claims"]:
             print(model, row["claim"], row["measured"], row["asked"], row["spread"], row["holds"], sep="  ", flush=True)
-    command = f"python -m moelab.flywheel.prerouter_gain {profile}"
-    artifacts.write_json(artifacts.root() / REPORT, {"schema_version": 1, "command": command, "models": found})
+    if profile == "reference":
+        report = {"schema_version": 1, "command": COMMAND, "date": datetime.date.today().isoformat(), "models": found}
+        artifacts.write_json(artifacts.root() / REPORT, report)
+
+
+def committed() -> dict[str, Any]:
+    """The committed report: `command`, `date`, and `models` → figures. Raises MissingArtifactError: there is none."""
+    return artifacts.read_json(artifacts.root() / REPORT)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,12 @@ class PrerouterOptions(Options):
     answer_threshold: float = param(0.5, "confidence that gated asks for in greedy answers", min=0.0, max=1.0)
     check_tokens: int = param(6, "tokens of each mode that the streaming engine decodes as well", min=1)
     timed_tokens: int = param(12, "tokens decoded to time one token's compute", min=4)
+    gain_cycles: list[float] = param([2.0], "caches of the gain study, in token cycles", min=0.1)
+    gain_ratios: list[float] = param([1.0], "its disks: time of a token's reads ÷ its compute", min=0.01)
+    gain_threshold: float = param(0.5, "least probability of an expert that is read ahead", min=0.0, max=1.0)
+    gain_texts: int = param(1, "texts that each arm decodes, after one that does not count", min=1)
+    gain_tokens: int = param(4, "tokens of each that count", min=2)
+    gain_simulated_tokens: int = param(8, "tokens of each simulated text", min=4)
 
 
 def modes(options: PrerouterOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
@@ -80,7 +86,7 @@ def modes_model(
             "prerouter-modes",
             inputs={"snapshot": dataset.artifact.content, "routes": before.routes.content, "heads": trained.content},
             params={
-                **options.own(),
+                **{name: value for name, value in options.own().items() if not name.startswith("gain_")},
                 "judged_as": judged_as.own(),
                 "runtime": models.runtime_identity(loaded.precision, loaded.residency),
                 "figures_version": FIGURES_VERSION,
