@@ -86,7 +86,8 @@ def equality(
 
     Args:
         places: name → folder of the same model, as a checkpoint or a pack.
-        prompts: a second one is also asked after the first, at the smallest budget, with the cache as that left it.
+        prompts: a second one is also asked of the pack after the first, at the smallest budget, with the cache as that
+            left it.
         budgets: in token cycles, ascending; a checkpoint in place is asked at the smallest alone.
         cycle_bytes: of one token cycle.
 
@@ -100,7 +101,7 @@ def equality(
         for budget in budgets if place == "pack" else budgets[:1]:
             options = EngineOptions(cache_bytes=round(budget * cycle_bytes), precision=loaded.precision)
             with StreamingEngine.load(path, options) as engine:
-                again = len(want) > 1 and budget == min(budgets)
+                again = len(want) > 1 and place == "pack" and budget == min(budgets)
                 for number, request in enumerate(["first", "second"][: 1 + again]):
                     before = engine.store.payload_bytes
                     got = _collected(engine.stream_tokens(list(prompts[number]), max_tokens=tokens))

@@ -8,7 +8,8 @@ the router asks for them. The native router decides, so the output is that of th
 prediction (see `prefetch`) can only move bytes earlier.
 
 `memory_budget_bytes` is the whole process: what imports and weights have taken already is measured, a
-reserve is kept for attention caches and activations, and the expert cache gets the rest.
+reserve is kept for attention caches and activations, and the expert cache gets the rest. Imports are most of what
+a small budget goes to; `models.without_torch`, called first, leaves torch out of them.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ same `prefill_step_size` does the same.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..errors import ContractError, UnsupportedModelError
 from ..models.blocks import Block
 
-__all__ = ["Footprint", "Growth", "seen_positions"]
+__all__ = ["Footprint", "Growth", "room", "seen_positions"]
 
 HEADS = ("num_attention_heads", "n_heads", "num_heads", "n_head")
 NUMBER = 4
@@ -138,6 +139,17 @@ class Footprint:
             expected=f"{need} bytes for {positions} tokens",
             fix="raise reserve_bytes, and the budget by as much, or ask for fewer tokens",
         )  # fmt: skip
+
+
+def room(memory_budget_bytes: int, base: int, reserve: int) -> int:
+    """What a budget for the whole process leaves for experts. Raises ContractError if that is nothing."""
+    if memory_budget_bytes <= base + reserve:
+        raise ContractError(
+            "the budget is spent before the first expert", field="memory_budget_bytes", got=memory_budget_bytes,
+            expected=f"> {base} (process without experts) + {reserve} (reserve)",
+            fix="raise the budget" + ", or leave torch out first: models.without_torch()" * ("torch" in sys.modules),
+        )  # fmt: skip
+    return memory_budget_bytes - base - reserve
 
 
 def seen_positions(cache: list[Any]) -> int:

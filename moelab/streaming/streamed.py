@@ -26,7 +26,7 @@ import psutil
 from ..errors import ContractError, GeometryError, ParameterError
 from ..files import digest_json
 from ..models.loading import LoadedModel, cast, measure, tokenizer_of, widen_experts
-from .footprint import Footprint
+from .footprint import Footprint, room
 from .install import slots_beside, with_top_k
 from .layer import share
 from .layerwise import LayerMajor
@@ -296,13 +296,3 @@ class StreamedModel(LoadedModel):
 
     def __exit__(self, *details: Any) -> None:
         self.close()
-
-
-def room(memory_budget_bytes: int, base: int, reserve: int) -> int:
-    """What a budget for the whole process leaves for experts. Raises ContractError if that is nothing."""
-    if memory_budget_bytes <= base + reserve:
-        raise ContractError(
-            "the budget is spent before the first expert", field="memory_budget_bytes", got=memory_budget_bytes,
-            expected=f"> {base} (process without experts) + {reserve} (reserve)",
-        )  # fmt: skip
-    return memory_budget_bytes - base - reserve

@@ -83,6 +83,11 @@ def test_torch_cannot_be_left_out_afterwards():
         models.without_torch()
 
 
+def test_a_budget_that_torch_spends_says_so(small):
+    with pytest.raises(ContractError, match=r"spent before the first expert.*raise the budget, or leave torch out"):
+        StreamingEngine.load(small, memory_budget_bytes=MiB)
+
+
 def test_the_limit_of_mlx_outlives_no_engine(small):
     before = mx.set_cache_limit(123 * MiB)
     try:
