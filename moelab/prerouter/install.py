@@ -29,7 +29,7 @@ from .files import find_weights, read_heads
 from .fills import Clock, fill_of, issue_of
 from .heads import Head, HeadBank
 from .hooks import BlockParts, attach, detach
-from .modes import check_family, check_mode
+from .modes import DEFAULT_MODE, DEFAULT_THRESHOLD, check_family, check_mode
 from .spec import PrerouterSpec, Wiring
 from .stager import CrossTokenStager, LingPrerouterStager, PrerouterStager
 
@@ -142,8 +142,8 @@ def install_prerouter(
     heads: HeadBank | Mapping[int, Head] | None = None,
     weights: str | Path | None = None,
     model_names: Sequence[str] = (),
-    mode: str = "replace",
-    threshold: float = 0.5,
+    mode: str = DEFAULT_MODE,
+    threshold: float = DEFAULT_THRESHOLD,
     calibration: Mapping[int, tuple[float, float]] | None = None,
     biased: bool = False,
     issue: str | None = None,
@@ -162,7 +162,8 @@ def install_prerouter(
         heads: ready made, by owner layer. None: read from a file.
         weights: that file; None = `spec.weights_file`, in the model's folder or in `artifacts/`.
         model_names: names under which the file may know the model, beside its digest (released files name the tier).
-        mode, threshold: see `modes`.
+        mode, threshold: see `modes`. The default needs heads whose confidence is calibrated, as those trained here are;
+            others are refused, so that nobody replaces routes without having said so.
         calibration: owner layer → (scale, offset); None = as the file says.
         biased: the router's correction bias is added to what heads say, for the choice. Not for heads trained here:
             they foretell the choice itself, bias included.

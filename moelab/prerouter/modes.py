@@ -24,6 +24,10 @@ from .supply import Source
 
 __all__ = ["MODES", "Prediction", "REPLACING", "check_mode", "source_of", "true_weights", "weigh"]
 
+DEFAULT_MODE, DEFAULT_THRESHOLD = "gated", 0.6
+"""Of all that notebook 81 tried, what replaces most while its loss over the native model stays below 0.02 nats a token,
+two standard errors included, on both embedded models: +0.001 ± 0.003 and -0.000 ± 0.003, where `replace` costs +0.260 ±
+0.049 and +0.183 ± 0.038. It replaces 4 and 9 % of routes; the others are native, and their predictions move bytes."""
 MODES = ("off", "advise", "replace", "replace_true_weights", "gated")
 REPLACING = ("replace", "replace_true_weights", "gated")
 
@@ -64,7 +68,7 @@ def check_mode(mode: str, *, threshold: float, calibrated: bool) -> None:
     if mode == "gated" and not calibrated:
         raise ParameterError(
             "confidence of these heads is not calibrated", field="mode", got=mode, expected="heads with a calibration",
-            fix="calibration={owner: (scale, offset)}",
+            fix="calibration={owner: (scale, offset)}, or another mode",
         )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def pieces(decoded):
 def test_every_mode_has_the_engines_losses(case):
     _, streamed, spec, bank, tokens, decoded = case
     pairs = {owner: CALIBRATION for owner in bank.owners}
-    with install_prerouter(streamed.loaded, spec, streamed, heads=bank, calibration=pairs) as prerouter:
+    with install_prerouter(streamed.loaded, spec, streamed, heads=bank, calibration=pairs, mode="replace") as prerouter:
         world.tokens(streamed, tokens[0, :5].tolist(), 6)
         sure = float(np.median([p.confidence for p in prerouter.stager.predictions.values()]))
         modes = [(mode, 0.0) for mode in ("off", "replace", "replace_true_weights")]
@@ -107,7 +107,7 @@ def test_its_own_tokens_are_those_of_the_engine(case):
     modes = ("off", "replace", "replace_true_weights")
     steps = lockstep(case, [Arm(name=mode, mode=mode) for mode in modes]).run(asked, decoded)
     assert np.isnan(steps.loss).all()
-    with install_prerouter(streamed.loaded, spec, streamed, heads=bank) as prerouter:
+    with install_prerouter(streamed.loaded, spec, streamed, heads=bank, mode="replace") as prerouter:
         for number, mode in enumerate(modes):
             prerouter.mode = mode
             for row, text in enumerate(tokens):

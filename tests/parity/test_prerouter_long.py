@@ -20,7 +20,7 @@ def test_200_tokens_in_slots_with_a_cache_smaller_than_the_set_request_after_req
         with world.Plain(model, bank, spec) as plain:
             want = list(plain.tokens(PROMPT, 200, ALONG))
             other = list(plain.tokens(PROMPT[::-1], 20))
-        with install_prerouter(streamed.loaded, spec, streamed, heads=bank) as prerouter:
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, mode="replace") as prerouter:
             world.same(world.tokens(streamed, PROMPT, 200, along=ALONG), want)
             consumers = list(prerouter.wiring.consumer_index)
             assert prerouter.supply.map.shape == (200, 8) and prerouter.supply.fed()

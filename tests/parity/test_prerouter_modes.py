@@ -38,7 +38,9 @@ def test_every_mode_with_and_without_slots(qwen, ling, mode, layer):
         own, heads = {"mode": mode}, world.each(bank)
         if mode == "gated":
             calibration = {owner: (0.5, -0.5) for owner in bank.owners}
-            with install_prerouter(streamed.loaded, spec, streamed, heads=heads, calibration=calibration) as prerouter:
+            with install_prerouter(
+                streamed.loaded, spec, streamed, heads=heads, calibration=calibration, mode="replace"
+            ) as prerouter:
                 world.tokens(streamed, PROMPT, 6)
                 sure = [prediction.confidence for prediction in prerouter.stager.predictions.values()]
             own |= {"threshold": float(np.median(sure)), "calibration": calibration}
@@ -84,7 +86,7 @@ def test_the_staged_set_is_the_route_and_without_one_the_route_is_exact(qwen, mo
     bank = world.heads_for(streamed, spec)
     with world.Plain(qwen, bank, spec) as plain:
         want = list(plain.tokens(PROMPT, 3))
-    with install_prerouter(streamed.loaded, spec, streamed, heads=bank) as prerouter:
+    with install_prerouter(streamed.loaded, spec, streamed, heads=bank, mode="replace") as prerouter:
         consumers = prerouter.wiring.consumer_index
         world.same(world.tokens(streamed, PROMPT, 3), want)
         assert called == [(layer, layer in consumers) for _ in range(3) for layer in range(4)]
@@ -123,7 +125,7 @@ def test_where_reads_are_issued_changes_no_bit_of_a_predicted_route(qwen, issue)
     streamed = ENGINES(qwen)
     spec = world.spec_for(streamed)
     bank = world.heads_for(streamed, spec)
-    with install_prerouter(streamed.loaded, spec, streamed, heads=world.each(bank), issue=issue):
+    with install_prerouter(streamed.loaded, spec, streamed, heads=world.each(bank), issue=issue, mode="replace"):
         got = world.tokens(streamed, PROMPT, 12)
     with world.Plain(qwen, bank, spec) as plain:
         world.same(got, list(plain.tokens(PROMPT, 12)))
@@ -134,7 +136,7 @@ def test_the_teachers_experts_as_features(qwen, ling):
         streamed = ENGINES(model)
         spec = world.spec_for(streamed, feature_topk="teacher")
         bank = world.heads_for(streamed, spec)
-        with install_prerouter(streamed.loaded, spec, streamed, heads=bank):
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, mode="replace"):
             got = world.tokens(streamed, PROMPT, 12)
         with world.Plain(model, bank, spec) as plain:
             world.same(got, list(plain.tokens(PROMPT, 12)))
@@ -146,7 +148,7 @@ def test_the_correction_bias_is_added_for_heads_that_foretell_the_gate(ling):
     bank = world.heads_for(streamed, spec)
     got = {}
     for biased in (True, False):
-        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, biased=biased):
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, biased=biased, mode="replace"):
             got[biased] = world.tokens(streamed, PROMPT, 12)
         with world.Plain(ling, bank, spec, biased=biased) as plain:
             world.same(got[biased], list(plain.tokens(PROMPT, 12)))
@@ -169,7 +171,7 @@ def test_the_tiers_run_on_their_architectures_at_full_depth(name, tmp_path):
     with world.engine(tmp_path, layer={**world.SLOTS, "staged_n": k, "staged_trigger": k, "top_k": k}) as streamed:
         assert streamed.loaded.geometry.layer_ids == tier.layer_ids and streamed.loaded.family.top_k == tier.top_k
         bank = world.heads_for(streamed, tier.spec, hidden=tier.spec.hidden)
-        with install_prerouter(streamed.loaded, tier.spec, streamed, heads=bank) as prerouter:
+        with install_prerouter(streamed.loaded, tier.spec, streamed, heads=bank, mode="replace") as prerouter:
             got = world.tokens(streamed, PROMPT, 4)
             fed = [layer for layer, row in enumerate(prerouter.supply.counts) if row[Source.PREDICTION] == 4]
             assert [streamed.loaded.geometry.layer_ids[layer] for layer in fed] == list(tier.wiring.consumers)
@@ -185,7 +187,7 @@ def test_text_through_prerouter_and_streaming():
     spec = world.spec_for(streamed, hidden=48)
     plain = streamed.generate("The lamp", max_tokens=8)
     with install_prerouter(
-        streamed.loaded, spec, streamed, heads=world.heads_for(streamed, spec, hidden=48)
+        streamed.loaded, spec, streamed, heads=world.heads_for(streamed, spec, hidden=48), mode="replace"
     ) as prerouter:
         predicted = streamed.generate("The lamp", max_tokens=8)
         assert prerouter.supply.fed() and len(prerouter.supply.map) == 8

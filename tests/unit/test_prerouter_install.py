@@ -72,7 +72,7 @@ def test_uninstalled_the_model_is_what_it_was(folders, family, patch, layer):
     bank = world.heads_for(streamed, spec)
     outputs = []
     for model in (streamed.loaded, streamed.loaded.model):
-        install_prerouter(model, spec, streamed, heads=bank)
+        install_prerouter(model, spec, streamed, heads=bank, mode="replace")
         outputs.append(world.tokens(streamed, PROMPT, 6))
         assert trace(streamed) != before
         uninstall(model)
@@ -90,7 +90,9 @@ def test_a_patch_and_a_subclass_are_the_same_prerouter(folders):
     got = []
     for patch in (True, False):
         spec = world.spec_for(streamed, patch_call=patch)
-        with install_prerouter(streamed.loaded, spec, streamed, heads=world.heads_for(streamed, spec)) as prerouter:
+        with install_prerouter(
+            streamed.loaded, spec, streamed, heads=world.heads_for(streamed, spec), mode="replace"
+        ) as prerouter:
             got.append(world.tokens(streamed, PROMPT, 6))
             block = prerouter.stager.parts[1].module
             assert type(block).__name__.startswith("Prerouted") != patch
@@ -216,13 +218,17 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(folders):
         (GeometryError, "one time a layer", {"compute_s": [1.0]}),
         (ParameterError, "go to the staged slots", {"prefetcher": object()}),
     ):
-        given = {"model": network, "spec": spec, "store": streamed, "heads": bank, **own}
+        given = {"model": network, "spec": spec, "store": streamed, "heads": bank, "mode": "replace", **own}
         with pytest.raises(error, match=match):
             install_prerouter(given.pop("model"), given.pop("spec"), given.pop("store"), **given)
         assert trace(streamed) == before
-    with install_prerouter(network, spec, streamed, heads=bank) as prerouter:
+    with pytest.raises(ParameterError, match="or another mode"):  # by default a route is replaced where that is sure
+        install_prerouter(network, spec, streamed, heads=bank)
+    with install_prerouter(network, spec, streamed, heads=bank, calibration=dict.fromkeys(bank.owners, (1, 0))) as sure:
+        assert (sure.mode, sure.stager.threshold) == ("gated", 0.6)
+    with install_prerouter(network, spec, streamed, heads=bank, mode="replace") as prerouter:
         with pytest.raises(ContractError, match="has a prerouter"):
-            install_prerouter(network, spec, streamed, heads=bank)
+            install_prerouter(network, spec, streamed, heads=bank, mode="replace")
         with pytest.raises(ParameterError, match="not calibrated"):
             prerouter.mode = "gated"
         assert prerouter.mode == "replace"
@@ -251,7 +257,7 @@ def test_heads_of_a_file(folders, form):
     streamed = ENGINES(folder)
     spec = world.spec_for(streamed, weights_file=f"{form}.safetensors")
     with pytest.raises(MissingArtifactError, match="no prerouter heads"):
-        install_prerouter(streamed.loaded, spec, streamed)
+        install_prerouter(streamed.loaded, spec, streamed, mode="replace")
     pairs = ((1.0, -1.0),) * 3
     written(folder / spec.weights_file, streamed, spec, form, confidence=pairs)
     with install_prerouter(streamed.loaded, spec, streamed, mode="gated") as prerouter:
@@ -269,9 +275,11 @@ def test_heads_of_a_file(folders, form):
     ):
         written(other, streamed, spec, form, **identity)
         with pytest.raises(ContractError, match=match):
-            install_prerouter(streamed.loaded, spec, streamed, weights=other)
+            install_prerouter(streamed.loaded, spec, streamed, weights=other, mode="replace")
     written(other, streamed, spec, form, model="edge0-35b")
-    with install_prerouter(streamed.loaded, spec, streamed, weights=other, model_names=["edge0-35b"]) as prerouter:
+    with install_prerouter(
+        streamed.loaded, spec, streamed, weights=other, model_names=["edge0-35b"], mode="replace"
+    ) as prerouter:
         assert world.tokens(streamed, PROMPT, 1) and prerouter.supply.fed()
 
 
@@ -282,8 +290,8 @@ def test_slots_that_cannot_be_filled_in_a_pass(folders):
         bank = world.heads_for(streamed, spec)
         for issue in ("in_forward", "async_boundary"):
             with pytest.raises(ParameterError, match="between two passes"):
-                install_prerouter(streamed.loaded, spec, streamed, heads=bank, issue=issue)
-        with install_prerouter(streamed.loaded, spec, streamed, heads=bank) as prerouter:
+                install_prerouter(streamed.loaded, spec, streamed, heads=bank, issue=issue, mode="replace")
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, mode="replace") as prerouter:
             assert prerouter.stager.issue == "step_boundary"
 
 
@@ -323,7 +331,9 @@ def test_the_bonus_is_earned_beside_staged_slots(folders, slots):
         layer = {**slots, "hot_per_layer": 2, "hot_update_interval": 1, "hot_decay": 0.5, "pin_bonus": bonus}
         streamed = ENGINES(folders["qwen3_5_moe"], layer=layer, cycles=2.0)
         spec = world.spec_for(streamed)
-        with install_prerouter(streamed.loaded, spec, streamed, heads=world.heads_for(streamed, spec, seed=4)):
+        with install_prerouter(
+            streamed.loaded, spec, streamed, heads=world.heads_for(streamed, spec, seed=4), mode="replace"
+        ):
             outputs.append(world.tokens(streamed, PROMPT, 6))
             policy = [streamed.cache._pools.part[layer].policy for layer in range(streamed.store.layers)]
             hot[bonus] = [frozenset(part.hot[layer]) for layer, part in enumerate(policy)]

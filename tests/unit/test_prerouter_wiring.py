@@ -40,11 +40,11 @@ def closed():
 
 
 @contextlib.contextmanager
-def installed(model, *, layer=world.SLOTS, spec=None, heads=None, seed=0, dtype=mx.float16, **options):
+def installed(model, *, mode="replace", layer=world.SLOTS, spec=None, heads=None, seed=0, dtype=mx.float16, **options):
     streamed = ENGINES(model, layer=layer)
     spec = world.spec_for(streamed, **(spec or {}))
     bank = heads or world.heads_for(streamed, spec, seed=seed, dtype=dtype)
-    with install_prerouter(streamed.loaded, spec, streamed, heads=bank, **options) as prerouter:
+    with install_prerouter(streamed.loaded, spec, streamed, heads=bank, mode=mode, **options) as prerouter:
         yield streamed, prerouter
 
 
@@ -170,8 +170,8 @@ def test_a_streamed_model_while_it_decodes(qwen):
     with contextlib.closing(model), world.Plain(qwen, bank, spec) as plain:
         want = list(plain.tokens(PROMPT, 2))
         with pytest.raises(ContractError, match="need a live engine"):
-            install_prerouter(model, spec, model, heads=bank)
-        with model.decoding(), install_prerouter(model, spec, model, heads=bank):
+            install_prerouter(model, spec, model, heads=bank, mode="replace")
+        with model.decoding(), install_prerouter(model, spec, model, heads=bank, mode="replace"):
             for _ in range(2):
                 cache = model.make_cache()
                 model.run(mx.array([PROMPT[:-1]]), cache, PREFILLED)
@@ -481,7 +481,7 @@ def test_a_read_that_fails_is_raised_and_the_next_request_is_right(qwen, monkeyp
     with world.engine(qwen, layer=layer, cycles=1.0) as streamed:
         spec = world.spec_for(streamed)
         bank = world.heads_for(streamed, spec)
-        with install_prerouter(streamed.loaded, spec, streamed, heads=bank) as prerouter:
+        with install_prerouter(streamed.loaded, spec, streamed, heads=bank, mode="replace") as prerouter:
             world.tokens(streamed, PROMPT, 1)
             read = streamed.store.read_into
 
