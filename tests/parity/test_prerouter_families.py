@@ -16,7 +16,10 @@ from moelab.routes import DECODED
 
 PROMPT, COUNT = list(range(20, 26)), 6
 ALONG = [7, 99, 150, 23, 41, 8]
-CHANGES = {"nemotron_h": {"hybrid_override_pattern": ["M", "*", "E", "E"]}}  # MoE layers that follow each other
+CHANGES = {
+    "laguna": {"moe_routed_scaling_factor": 2.5},
+    "nemotron_h": {"hybrid_override_pattern": ["M", "*", "E", "E"]},  # MoE layers that follow each other
+}
 
 
 class Knowing:

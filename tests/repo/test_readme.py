@@ -70,6 +70,12 @@ def test_weight_files_are_called_what_the_readme_says():
         assert any(hasattr(module, "".join(word)) for module in (prerouter, streaming)), word
 
 
+def test_as_many_families_are_refused_as_the_readme_says():
+    from moelab.prerouter.hooks import OTHERWISE
+
+    assert "Six families" in section("Models and adapters") and len(OTHERWISE) == 6
+
+
 def test_weight_files_are_looked_for_in_the_order_that_the_readme_says(tmp_path):
     from moelab.prerouter import find_weights
 
