@@ -65,10 +65,10 @@ def _waits_less(pairs: Sequence[Row], who: str) -> dict[str, Any]:
     equal = [
         (statistics.median(p["saved"]), max(p["saved"]) - min(p["saved"]), p)
         for p in pairs
-        if abs(p["bytes_ratio"] - 1) <= NEAR
+        if abs(p["bytes_ratio"] - 1) <= NEAR and len(p["saved"]) > 1
     ]
     if not equal:
-        return _claim(words, None, None, 0, None, f"no cell of {len(pairs)} has equal bytes")
+        return _claim(words, None, None, 0, None, f"of {len(pairs)} cells none has equal bytes and two texts")
     held = sum(median > spread for median, spread, _ in equal)
     median, spread, worst = min(equal, key=lambda cell: cell[0] - cell[1])
     where = f"{held} of {len(equal)} cells of equal bytes, of {len(pairs)}; worst at {_where(worst)}"

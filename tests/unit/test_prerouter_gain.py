@@ -245,8 +245,8 @@ def measured(arm, exposed, nbytes, seconds=1.0, ratio=1.0):
 def figures(near, far, bytes_near=100.0, ratio=1.0):
     rows, depth = [], []
     for who in ("heads", "perfect"):
-        rows.append(measured(f"{who}, in_forward", near, [bytes_near] * 3, 0.8, ratio))
-        rows += [measured(f"{who}, {b}_boundary", far, [100.0] * 3, 1.0, ratio) for b in ("async", "step")]
+        rows.append(measured(f"{who}, in_forward", near, [bytes_near] * len(near), 0.8, ratio))
+        rows += [measured(f"{who}, {b}_boundary", far, [100.0] * len(far), 1.0, ratio) for b in ("async", "step")]
         for issue, exposed in zip(ISSUE, (0.2, 0.3, 0.6), strict=True):
             depth.append({"who": who, "issue": issue, "layers": 8, "cycles": 3.0, "ratio": 1.0, "tokens": 9,
                           "exposed": exposed, "nbytes": 10.0, "seconds": 1 + exposed})  # fmt: skip
@@ -269,6 +269,7 @@ def test_more_than_the_spread_at_equal_bytes():
     assert verdict(figures([0.1, 0.2, 0.3], [0.6, 0.7, 0.9], bytes_near=110.0), words) is None  # other bytes
     found = figures([0.1, 0.2, 0.3], [0.6, 0.7, 0.9])
     other = figures([0.1, 0.2, 0.3], [0.2, 0.4, 0.9], ratio=2.0)
+    assert verdict(figures([0.1], [0.6]), words) is None  # one text has no spread
     mixed = {"rows": found["rows"] + other["rows"], "depth": found["depth"]}
     assert verdict(mixed, words) is False and "1 of 2 cells of equal bytes" in row(mixed, words)["spread"]
     assert "worst at cache 3, reads 2" in row(mixed, words)["spread"]

@@ -44,6 +44,17 @@ from .prerouter import (
     prerouter_top_k,
     prerouter_verdict,
 )
+from .prerouter_gain import (
+    gain_claims,
+    gain_committed,
+    gain_depth,
+    gain_heads,
+    gain_measured,
+    gain_summary,
+    gain_sweep,
+    gain_uses,
+    gain_waits,
+)
 from .rankings import (
     across_sets,
     budgets,
@@ -133,6 +144,15 @@ __all__ = [
     "feature_cost",
     "figure",
     "frame",
+    "gain_claims",
+    "gain_committed",
+    "gain_depth",
+    "gain_heads",
+    "gain_measured",
+    "gain_summary",
+    "gain_sweep",
+    "gain_uses",
+    "gain_waits",
     "gate_table",
     "head_bytes",
     "head_files",
