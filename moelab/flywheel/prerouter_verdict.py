@@ -91,6 +91,13 @@ def _cost(figures: Mapping[str, Any]) -> list[str]:
             f"{row['arm']} replaces {_percent(row['replaced'])} of routes for {_nats(row['loss'])} and keeps "
             f"{_percent(row['greedy'])} of greedy tokens: {'' if free(row) else 'not '}within {SMALLEST:g} nats."
         )
+    for top_k in sorted({r["top_k"] for r in figures["top_k"]}):
+        of = {r["arm"]: r["loss"] for r in figures["top_k"] if r["top_k"] == top_k}
+        if of["off"]["value"] or of["off"]["se"]:
+            lines.append(
+                f"With {top_k} experts a token the gate's loss over the native model's is {_nats(of['off'])}, replace "
+                f"{_nats(of['replace'])}, replace_true_weights {_nats(of['replace_true_weights'])}."
+            )
     return lines
 
 

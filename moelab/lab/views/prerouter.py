@@ -55,12 +55,12 @@ def prerouter_bytes(found: Figures) -> pd.DataFrame:
 
 
 def prerouter_frontier(found: Figures) -> pd.DataFrame:
-    """Lead, agreement, misses covered and bytes of every ranking: two panels a model."""
+    """Lead, agreement, misses covered and both kinds of bytes of every ranking: two panels a model."""
     kinds = {"agreement": "recall", "misses covered": "covered"}
     return pd.DataFrame(
         [
             {
-                "panel": f"{m}: {kind}", "predicted by": r["ranking"], "share": r[name]["value"],
+                "panel": f"{m}: {kind}", "predicted by": _weighed(r), "share": r[name]["value"],
                 "lead, ms of compute": MS * r["lead_s"], "read ahead, kB a token": KB * r["read"]["value"],
             }
             for m, r in _rows(found, "agreement", "rows")
@@ -100,6 +100,12 @@ def prerouter_layer_table(found: Figures, ranking: str) -> pd.DataFrame:
 def prerouter_modes(found: Figures) -> pd.DataFrame:
     """Estimates of loss over the native model, one row a model and mode."""
     return pd.DataFrame([{"model": m, "mode": r["arm"], **_cost(r)} for m, f in found.items() for r in f["modes"]])
+
+
+def prerouter_mode_points(found: Figures) -> pd.DataFrame:
+    """The same as points, one a model and replacing mode."""
+    frame = prerouter_modes(found)
+    return frame[frame["mode"] != "off"].rename(columns={"value": "nats a token over the native model"})
 
 
 def prerouter_top_k(found: Figures) -> pd.DataFrame:
@@ -189,6 +195,21 @@ def prerouter_own(found: Figures) -> pd.DataFrame:
     )  # fmt: skip
 
 
+def prerouter_own_agreement(found: Figures) -> pd.DataFrame:
+    """Share of tokens of greedy answers that the native model would choose too, by position, one line a mode."""
+    return pd.DataFrame(
+        [
+            {
+                "token of the answer, from": r["from"], "mode": f"{m}, {r['arm']}",
+                "native agrees": r["agrees"]["value"], "se": r["agrees"]["se"] or 0.0,
+            }
+            for m, f in found.items()
+            for r in f["own"]["position"]
+            if r["arm"] != "off"
+        ]
+    )  # fmt: skip
+
+
 def prerouter_apart(found: Figures) -> pd.DataFrame:
     """Share of greedy answers that are still the native one after so many tokens."""
     return pd.DataFrame(
@@ -231,8 +252,13 @@ def prerouter_seconds(found: Figures) -> pd.DataFrame:
 def _cost(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "perplexity, ×": math.exp(row["loss"]["value"]), "greedy agreement": row["greedy"]["value"],
-        "routes replaced": row["replaced"]["value"], "recall": row["recall"]["value"], **_estimate(row["loss"]),
+        "routes replaced": row["replaced"]["value"], "recall of heads": row["recall"]["value"],
+        **_estimate(row["loss"]),
     }  # fmt: skip
+
+
+def _weighed(row: Mapping[str, Any]) -> str:
+    return f"{row['ranking']} ({KB * row['nbytes']:,.0f} kB)" if row["nbytes"] else row["ranking"]
 
 
 def _rows(found: Figures, part: str, name: str):
