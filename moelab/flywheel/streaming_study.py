@@ -229,7 +229,8 @@ def _equality(
     sizes: dict[str, Any],
     options: StreamingOptions,
 ) -> dict[str, Any]:
-    """Under the reference BLAS at every budget; where this process has another, under that at the smallest as well."""
+    """Under the reference BLAS at every budget; where this process has another, half as many tokens under that, at the
+    smallest."""
     from .streaming_equality import equality, equality_of
 
     full = sizes["full_bytes"] / sizes["cycle_bytes"]
@@ -240,6 +241,7 @@ def _equality(
     job = {"model": loaded.path, "precision": loaded.precision, **given}
     [exact] = models.run_workers(equality_of, [job], blas="reference", workers=1)
     given |= {"places": {"pack": places["pack"]}, "prompts": asked[:1], "budgets": given["budgets"][:1]}
+    given["tokens"] = -(-options.tokens // 2)
     here = equality(loaded, **given)
     return here | {"rows": exact["rows"] + here["rows"]}
 
