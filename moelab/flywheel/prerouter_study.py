@@ -47,7 +47,7 @@ class PrerouterOptions(Options):
     part_texts: int = param(2, "of the texts, those that other K and single layers are tried on", min=2)
     prompt: int = param(24, "tokens of the prompt of a greedy answer", min=2)
     tokens: int = param(16, "tokens of a greedy answer", min=2)
-    answer_threshold: float = param(0.5, "confidence that gated asks for in greedy answers", min=0.0, max=1.0)
+    answer_threshold: float = param(0.6, "confidence that gated asks for in greedy answers", min=0.0, max=1.0)
     check_tokens: int = param(6, "tokens of each mode that the streaming engine decodes as well", min=1)
     timed_tokens: int = param(12, "tokens decoded to time one token's compute", min=4)
     gain_cycles: list[float] = param([2.0], "caches of the gain study, in token cycles", min=0.1)

@@ -108,11 +108,13 @@ def _growth(figures: Mapping[str, Any]) -> list[str]:
     worst, more = max(alone, key=lambda r: r["loss"]["value"]), depth["together"]
     sums = _word(more, "more than the sum of its parts", "less than the sum of its parts", "no more than its parts")
     grows = _word(past, "so error grows with tokens", "so it does no harm", "which cannot be told from nothing")
+    taken = next(r["greedy_less_replace"] for r in figures["modes"] if "past native" in r["arm"])
     equal, agrees = own["replace"]["equal_tokens"], own["replace"]["agrees"]
     return [
         f"With depth: one layer alone costs at most {_nats(worst['loss'])} (layer {worst['layer']}), all together "
         f"{_nats(every['loss'])}: {sums}, by {_nats(more)}.",
-        f"With tokens: a predicted past adds {_nats(past)} to what the token in hand costs, {grows}.",
+        f"With tokens: a predicted past adds {_nats(past)} to what the token in hand costs, {grows}; of greedy tokens "
+        f"it takes {_percent(taken)}.",
         f"On its own: of {figures['own']['tokens']} greedy tokens the first {equal['value']:.1f} are the native "
         f"ones; of what replace writes the native model would choose {_percent(agrees)}.",
     ]
