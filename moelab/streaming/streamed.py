@@ -275,8 +275,7 @@ class StreamedModel(LoadedModel):
         with self._turn(f"holding layer {layer}"):
             self._need(self.layer_bytes, "the experts of one layer")
             slab = Slab(self.store.layouts[layer], self.store.experts)
-            for expert in range(self.store.experts):
-                self.store.read_into(layer, expert, slab.host[expert])
+            self.store.read_many([layer * self.store.experts + n for n in range(self.store.experts)], slab.host)
             share(self.blocks[layer].switch, slab.arrays)
             yield
 
