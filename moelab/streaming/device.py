@@ -25,7 +25,6 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from ..disk import DiskProfile
 from ..errors import ContractError
 
 __all__ = ["Throttle", "VirtualDevice"]
@@ -62,18 +61,12 @@ class VirtualDevice:
         self.reset()
 
     @classmethod
-    def of_profile(cls, profile: DiskProfile, *, size: int, depth: int) -> VirtualDevice:
-        """The device that gives a profile's rates for reads of `size` bytes, at one and at `depth` in flight.
-
-        What was seen at `depth` is taken for the bandwidth, also where a deeper queue would have given more. A
-        disk that is no faster with `depth` in flight than with one has no latency to hide. Between the two depths
-        a real disk may differ from `rate`.
-        """
-        return cls.of_rates(*(profile.bytes_per_second(size, d) for d in (1, depth)), size=size)
-
-    @classmethod
     def of_rates(cls, single: float, deep: float, *, size: int) -> VirtualDevice:
-        """The device that gives reads of `size` bytes these rates: one at a time, and many in flight."""
+        """The device that gives reads of `size` bytes these rates: one at a time, and many in flight.
+
+        What was seen with many is taken for the bandwidth, also where a deeper queue would have given more. A disk that
+        is no faster with many in flight has no latency to hide. In between, a real disk may differ from `rate`.
+        """
         return cls(latency_s=max(0.0, size / single - size / deep), bytes_per_s=deep)
 
     def rate(self, size: float, depth: float) -> float:

@@ -58,16 +58,15 @@ def test_lanes_bound_the_rate():
 
 
 @pytest.mark.parametrize("depth", [1, 4, 16])
-def test_a_device_of_a_profile_gives_its_rates_at_one_and_at_that_depth(depth):
+def test_a_device_of_two_rates_gives_them_at_one_and_at_that_depth(depth):
     profile = declared(latency_s=2e-3, bytes_per_s=1e9, note="a test")
-    device = VirtualDevice.of_profile(profile, size=MIB, depth=depth)
+    device = VirtualDevice.of_rates(*(profile.bytes_per_second(MIB, d) for d in (1, depth)), size=MIB)
     for d in (1, depth):
         assert device.rate(MIB, d) == pytest.approx(profile.bytes_per_second(MIB, d), rel=1e-12)
 
 
-def test_a_profile_that_a_queue_does_not_help_has_no_latency():
-    profile = declared(latency_s=0.0, bytes_per_s=1e9, note="a test")
-    device = VirtualDevice.of_profile(profile, size=MIB, depth=16)
+def test_a_device_that_a_queue_does_not_help_has_no_latency():
+    device = VirtualDevice.of_rates(1e9, 1e9, size=MIB)
     assert (device.latency_s, device.bytes_per_s) == (0.0, pytest.approx(1e9))
 
 
