@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from ..errors import ContractError, GeometryError, ParameterError
+from ..errors import ContractError, GeometryError, ParameterError, UnsupportedModelError
 from ..models.native import select
 from ..prerouter.heads import HeadBank
 from ..prerouter.hooks import BlockParts, attach, detach
@@ -52,6 +52,7 @@ class Lockstep:
 
     Raises:
         ParameterError: the first arm is not "off", or `gated` without a calibration.
+        UnsupportedModelError: a layer keeps another past than keys and values, which rows could not share.
     """
 
     def __init__(
@@ -70,6 +71,10 @@ class Lockstep:
             )
         if calibration is None and any(arm.mode == "gated" for arm in arms):
             raise ParameterError("confidence of these heads is not calibrated", field="calibration", got=None)
+        if others := sorted({type(c).__name__ for c in loaded.make_cache()} - {KVCache.__name__}):
+            raise UnsupportedModelError(
+                "the past of a row is no list of keys and values", field="cache", got=others, expected=KVCache.__name__
+            )
         self.loaded, self.bank, self.wiring, self.arms = loaded, bank, wiring, tuple(arms)
         self.family = dataclasses.replace(loaded.family, top_k=top_k or loaded.family.top_k)
         self.parts = [BlockParts(block) for block in loaded.blocks]
@@ -161,7 +166,7 @@ class _State:
         owners = self.own.wiring.owner_index
         self.before = mx.stack([self.seen[o][1][:, -2:-1] for o in owners])
         self._predict()
-        mx.eval(self.greedy, self.predicted, *(a for cache in self.cache for a in (cache.keys, cache.values)))
+        mx.eval(self.greedy, self.predicted, self._kept())
 
     def step(self, t: int) -> None:
         """One token further, everywhere."""
@@ -176,15 +181,7 @@ class _State:
             loss = mx.logsumexp(logits, -1) - mx.take_along_axis(logits, target, -1)[:, 0]
         self._predict()
         notes = {layer: (hits, use, drift) for layer, (_, _, hits, use, drift) in self.seen.items()}
-        mx.eval(
-            self.greedy,
-            fed,
-            loss,
-            notes,
-            self.predicted,
-            *(c.keys for c in self.cache),
-            *(c.values for c in self.cache),
-        )
+        mx.eval(self.greedy, fed, loss, notes, self.predicted, self._kept())
         self._note(t, fed, loss, following, notes)
 
     def turn(self, layer: int, x: mx.array) -> mx.array:
@@ -204,6 +201,9 @@ class _State:
         drift = None if self.active is None else self._drift(x)
         self.seen[layer] = x, ids, hits, use, drift
         return parts.output(x, parts.block.switch(x, ids), weights)
+
+    def _kept(self) -> list[mx.array]:
+        return [array for cache in self.cache for array in (cache.keys, cache.values)]
 
     def _drift(self, x: mx.array) -> mx.array:
         state = x.reshape(self.arms, self.texts, -1)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from .. import artifacts, models
+from ..errors import ParameterError
 from ..params import Options, param
 from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
@@ -71,7 +72,17 @@ def modes(options: PrerouterOptions, *, on_progress: stage.Progress | None = Non
 def modes_model(
     model: str, options: PrerouterOptions, before: Upstream, heads: Path, judged_as: BaselineOptions
 ) -> Path:
-    """One model in this process; returns the folder of a `prerouter-modes` artefact."""
+    """One model in this process; returns the folder of a `prerouter-modes` artefact.
+
+    Raises:
+        ParameterError: the model is given with a memory budget; here many texts are run at once, on a resident one.
+    """
+    name, budget = models.split_budget(model)
+    if budget is not None:
+        raise ParameterError(
+            "modes are compared on the resident model", field="models", got=model, expected=name,
+            fix="give the model without a budget",
+        )  # fmt: skip
     with opened(model) as loaded:
         records, dataset = before.open()
         trained = artifacts.open_artifact(heads)

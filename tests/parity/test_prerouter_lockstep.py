@@ -5,7 +5,7 @@ import numpy as np
 import prerouter_world as world
 import pytest
 
-from moelab.errors import ContractError, GeometryError, ParameterError
+from moelab.errors import ContractError, GeometryError, ParameterError, UnsupportedModelError
 from moelab.flywheel.prerouter_lockstep import Lockstep
 from moelab.flywheel.prerouter_steps import OWN, Arm
 from moelab.prerouter import install_prerouter
@@ -150,6 +150,15 @@ def test_single_layers_groups_and_drift(case, monkeypatch):
     both = decoded & ~np.isnan(steps.loss[0])
     np.testing.assert_allclose(alone.loss[:, both], steps.loss[:, both], atol=ROUNDING)
     assert (alone.hits[:, decoded] == steps.hits[:, decoded]).all()
+
+
+def test_a_past_that_is_no_list_of_keys_is_refused(tmp_path):
+    folder = world.tiny_model("qwen3_5_moe", tmp_path)
+    with world.engine(folder) as streamed:
+        spec = world.spec_for(streamed)
+        case = (folder, streamed, spec, world.heads_for(streamed, spec), None, None)
+        with pytest.raises(UnsupportedModelError, match="keys and values"):
+            lockstep(case, [Arm(name="off", mode="off")])
 
 
 def test_what_cannot_be_asked_is_refused(case):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moelab import artifacts
-from moelab.errors import RecordError
+from moelab.errors import ParameterError, RecordError
 from moelab.flywheel import prerouter_cost as cost
 from moelab.flywheel import prerouter_study
 from moelab.flywheel.baselines import BaselineOptions, Upstream
@@ -210,6 +210,11 @@ def test_a_run_gives_every_figure_and_a_second_one_finds_it(world, inside, befor
     assert sentences({"m": found})
     monkeypatch.setattr(prerouter_study, "study", None)
     assert prerouter_study.modes_model(world.model, asked, before, heads.path, judged_as) == folder
+
+
+def test_a_memory_budget_is_refused(world, before, judged_as, heads):
+    with pytest.raises(ParameterError, match="resident"):
+        prerouter_study.modes_model(f"{world.model}@1GiB", options(world), before, heads.path, judged_as)
 
 
 def test_the_last_layer_alone_is_all_where_there_is_one(inside, loaded, heads, dataset, records, world):
