@@ -50,7 +50,7 @@ def check_finite(name: str, value: Tensor) -> Tensor:
 
 def check_ids(expert_ids: Sequence[str]) -> tuple[str, ...]:
     """Refuse ids that are not distinct non-empty strings; returns them as a tuple."""
-    if _passed.get(id(expert_ids)) is expert_ids:  # a bank's ids are the same at every call
+    if _passed.get(id(expert_ids), _passed) is expert_ids:  # a bank's ids are the same at every call
         return expert_ids
     if isinstance(expert_ids, str) or not isinstance(expert_ids, Sequence):
         got = type(expert_ids).__name__
@@ -107,6 +107,20 @@ def check_count(name: str, value: object, *, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PolicyError(f"{name} is out of range", field=name, got=value, expected=f"an integer >= {least}")
     return value
+
+
+def check_sequence(name: str, value: object) -> tuple:
+    """Refuse anything but a sequence that is no text; returns it as a tuple."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise PolicyError(f"{name} is not a sequence", field=name, got=type(value).__name__, expected="a tuple")
+    return tuple(value)
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Refuse anything but an instance of the class."""
+    if not isinstance(value, kind):
+        got = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise PolicyError(f"{name} is not a {kind.__name__}", field=name, got=got, expected=kind.__name__)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_ids
+from moelab.policies._validate import check_ids, check_sequence
 from moelab.policies.decisions import rank
 from moelab.policies.selection import Selection
 
@@ -46,7 +46,9 @@ class CompatibilityIndex:
 
     def __post_init__(self):
         object.__setattr__(self, "expert_ids", check_ids(self.expert_ids))
-        object.__setattr__(self, "pairs", tuple(tuple(pair) for pair in self.pairs))
+        object.__setattr__(
+            self, "pairs", tuple(check_sequence("pairs", pair) for pair in check_sequence("pairs", self.pairs))
+        )
         for pair in self.pairs:
             if len(pair) != 2 or any(type(i) is not int for i in pair) or not 0 <= pair[0] < pair[1] < self.size:
                 expected = f"(i, j) with 0 <= i < j < {self.size}"
@@ -86,12 +88,14 @@ class CompatibilityIndex:
     @classmethod
     def from_groups(cls, expert_ids: Sequence[str], groups: Sequence[Hashable]) -> CompatibilityIndex:
         """Specialists of the same group may run together; groups: `[N]` the group of each."""
+        expert_ids = check_ids(expert_ids)
+        groups = groups if isinstance(groups, str) else check_sequence("groups", groups)  # "aab" is three groups
         if len(groups) != len(expert_ids):
             raise PolicyError(
                 "groups do not match the ids", field="groups", got=len(groups), expected=f"{len(expert_ids)} groups"
             )
         pairs = (pair for pair in combinations(range(len(groups)), 2) if groups[pair[0]] == groups[pair[1]])
-        return cls(tuple(expert_ids), tuple(pairs))
+        return cls(expert_ids, tuple(pairs))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_choice, check_count
+from moelab.policies._validate import check_choice, check_count, check_kind
 from moelab.policies.capacity import Capacity, OverflowToAnchorCapacity, PromoteSurvivorsCapacity
 from moelab.policies.combination import (
     AlwaysOnAnchorCombination,
@@ -133,6 +133,7 @@ class PolicyManifest:
     def __post_init__(self):
         if not isinstance(self.base_digest, str) or not self.base_digest:
             raise PolicyError("no base digest", field="base_digest", got=self.base_digest, expected="a digest")
+        check_kind("layers", self.layers, Mapping)
         for layer, config in self.layers.items():
             check_count("layers", layer, least=0)
             if not isinstance(config, PolicyConfig):
@@ -172,10 +173,11 @@ def _encode(value: Any) -> Any:
 
 def _decode(name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        policy = POLICIES.get(value.get("name"))
+        name_given = value.get("name")
+        policy = POLICIES.get(name_given) if isinstance(name_given, str) else None
         if policy is None:
             expected = " or ".join(map(repr, POLICIES))
-            raise PolicyError(f"{name} names no policy", field=name, got=value.get("name"), expected=expected)
+            raise PolicyError(f"{name} names no policy", field=name, got=name_given, expected=expected)
         types = {part.name: part.type for part in fields(policy)}
         _check_fields(value["name"], value, {"name", *types})
         return policy(
@@ -209,7 +211,7 @@ def _dump(data: dict[str, Any]) -> str:
 def _load(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise PolicyError("not JSON", field="text", got=str(error), expected="a JSON object") from error
 
 

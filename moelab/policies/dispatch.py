@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moelab.policies._validate import check_scores, check_tensor
+from moelab.policies._validate import check_kind, check_scores, check_tensor
 from moelab.policies.capacity import Capacity, PromoteSurvivorsCapacity
 from moelab.policies.combination import Combination, ScoreSoftmaxCombination, weight_dtype
 from moelab.policies.decisions import CapacityResult, Decision
-from moelab.policies.rows import Mlp, Rows, check_output
+from moelab.policies.rows import Mlp, Rows, check_callable, check_output
 from moelab.policies.selection import AdaptiveTop1Top2Selection, Selection
 
 
@@ -51,6 +51,10 @@ class SparseDispatcher:
     selection: Selection = field(default_factory=AdaptiveTop1Top2Selection)
     capacity: Capacity = field(default_factory=PromoteSurvivorsCapacity)
     combination: Combination = field(default_factory=ScoreSoftmaxCombination)
+
+    def __post_init__(self):
+        for name, kind in (("selection", Selection), ("capacity", Capacity), ("combination", Combination)):
+            check_kind(name, getattr(self, name), kind)
 
     def dispatch(
         self,
@@ -139,6 +143,7 @@ class SparseDispatcher:
         # the states as the dense model would give them: the result is the dense model's, bit by bit.
         idle, dense = not bool(routes.slot_mask.any()), None
         if idle or "anchor_output" in self.combination.needs:
+            check_callable("anchor_mlp", anchor_mlp)
             answer = check_output("anchor_mlp", anchor_mlp(hidden_states, **token_args), hidden_states)
             if idle:
                 return DispatchResult(answer, capacity, weights)

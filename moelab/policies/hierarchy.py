@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_choice, check_count, check_finite, check_tensor
+from moelab.policies._validate import check_choice, check_count, check_finite, check_sequence, check_tensor
 from moelab.policies.decisions import Decision, TopKDecision, rank, with_anchor
 from moelab.policies.selection import AnchoredTop1Selection, AnchorVetoTop2Selection, Selection
 
@@ -64,7 +64,7 @@ class HierarchicalSelection(Selection):
     package_evidence: str = "max"
 
     def __post_init__(self):
-        object.__setattr__(self, "package_sizes", tuple(self.package_sizes))
+        object.__setattr__(self, "package_sizes", check_sequence("package_sizes", self.package_sizes))
         for size in self.package_sizes:
             check_count("package_sizes", size)
         check_choice("package_evidence", self.package_evidence, EVIDENCE)

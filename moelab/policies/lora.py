@@ -18,6 +18,7 @@ the rank of an update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_tensor
+from moelab.policies._validate import check_number, check_tensor
 from moelab.policies.combination import Combination
 from moelab.policies.decisions import CapacityResult
 from moelab.policies.dispatch import DispatchResult, SparseDispatcher, rows_by_arity, zero_weights
@@ -50,6 +51,8 @@ class LoRAUpdate:
     def __post_init__(self):
         check_tensor("down", self.down, ("r", "in"))
         check_tensor("up", self.up, ("out", self.down.shape[0]), dtypes=(self.down.dtype,))
+        if not math.isfinite(check_number("scale", self.scale, least=-math.inf)):
+            raise PolicyError("scale is not finite", field="scale", got=self.scale, expected="a finite number")
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """`[rows, in]` to `[rows, out]`."""
@@ -72,6 +75,7 @@ class LoRAMergeDispatcher(SparseDispatcher):
     """
 
     def __post_init__(self):
+        super().__post_init__()
         if "anchor_output" in self.combination.needs:
             got = type(self.combination).__name__
             raise PolicyError(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_count, check_finite, check_number, check_tensor
+from moelab.policies._validate import check_count, check_finite, check_number, check_sequence, check_tensor
 from moelab.policies.combination import Combination
 
 
@@ -39,7 +39,9 @@ class LearnedMixtureCombination(Combination):
     bias: tuple[float, ...]
 
     def __post_init__(self):
-        object.__setattr__(self, "weight", tuple(_numbers("weight", row) for row in self.weight))
+        object.__setattr__(
+            self, "weight", tuple(_numbers("weight", row) for row in check_sequence("weight", self.weight))
+        )
         object.__setattr__(self, "bias", _numbers("bias", self.bias))
         widths = {len(row) for row in self.weight}
         if len(self.weight) != len(self.bias) or len(widths) != 1:

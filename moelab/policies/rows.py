@@ -47,9 +47,15 @@ class Rows:
         """Flatten a batch. Raises `PolicyError` for anything that does not fit the routes."""
         shape = tuple(routes.route_arity.shape)
         check_tensor("hidden_states", hidden_states, (*shape, "H"))
+        if isinstance(experts, str | Mapping) or not hasattr(experts, "__len__"):  # an nn.ModuleList is no Sequence
+            got = type(experts).__name__
+            raise PolicyError("experts is not a sequence", field="experts", got=got, expected="a list, as expert_ids")
         if len(experts) != len(routes.expert_ids):
             expected = f"{len(routes.expert_ids)} experts"
             raise PolicyError("experts do not match expert_ids", field="experts", got=len(experts), expected=expected)
+        if not isinstance(token_args, Mapping):
+            got = type(token_args).__name__
+            raise PolicyError("token_args is not a mapping", field="token_args", got=got, expected="tensors by name")
         for name, value in token_args.items():
             if not isinstance(value, Tensor) or tuple(value.shape[:2]) != shape:
                 field = f"token_args[{name!r}]"
@@ -71,6 +77,7 @@ class Rows:
 
     def run(self, mlp: Mlp, rows: Tensor, name: str) -> Tensor:
         """`[rows, H]` of an MLP on some rows."""
+        check_callable(name, mlp)
         hidden = self.hidden[rows]
         args = {key: value[rows] for key, value in self.token_args.items()}
         return check_output(name, mlp(hidden, **args), hidden)
@@ -79,6 +86,12 @@ class Rows:
         """What a combination needs beside outputs and scores, on some rows; dense: `[R, H]` anchor."""
         sources = {"features": self.features, "anchor_output": dense}
         return {name: sources[name][rows] for name in combination.needs}
+
+
+def check_callable(name: str, mlp: object) -> None:
+    """Refuse what cannot be run."""
+    if not callable(mlp):
+        raise PolicyError(f"{name} cannot be called", field=name, got=type(mlp).__name__, expected="an MLP")
 
 
 def check_output(name: str, output: Tensor, hidden: Tensor) -> Tensor:

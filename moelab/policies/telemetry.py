@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moelab.policies._validate import check_kind
 from moelab.policies.decisions import CapacityResult, Decision
 
 
@@ -37,6 +38,7 @@ class RouteTelemetry:
 
 def measure(capacity: CapacityResult) -> RouteTelemetry:
     """Every figure of one dispatch."""
+    check_kind("capacity", capacity, CapacityResult)
     return RouteTelemetry(
         expert_load(capacity.effective_routes),
         expert_overflow(capacity),

@@ -31,11 +31,9 @@ from torch import Tensor, nn
 from moelab.artifacts import digest_file, digest_tensors, read_tensors, write_json, write_tensors
 from moelab.errors import ArtifactError, GeometryError, IdentityError, MissingArtifactError, PolicyError
 from moelab.policies import LoRASpecialist, LoRAUpdate
+from moelab.specialists.manifest import DTYPES, KINDS, VERSION, Manifest, Specialist, check_entries
 
-VERSION = 1
-KINDS = ("complete", "delta", "lora")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32)}
 
 
 class GatedMlp(nn.Module):
@@ -50,46 +48,6 @@ class GatedMlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., H]` to `[..., H]`."""
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Specialist(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One installed specialist, as the manifest has it.
-
-    id: its name, unique in its layer, such as `code:0`.
-    layer: the layer of the base model that it belongs to.
-    kind: `complete`, `delta` or `lora`.
-    hidden_size, intermediate_size: H and F of the base layer's MLP.
-    dtype: of its tensors.
-    base_digest: the base model that it was made for.
-    sha256: of its file.
-    """
-
-    id: str
-    layer: int
-    kind: str
-    hidden_size: int
-    intermediate_size: int
-    dtype: str
-    base_digest: str
-    sha256: str
-
-    @property
-    def file(self) -> str:
-        """Its file's name in the bank's folder."""
-        return f"{self.sha256[:32]}.safetensors"
-
-    @property
-    def header(self) -> dict[str, object]:
-        """What the header of its file says: everything but the digest of that file."""
-        facts = msgspec.to_builtins(self)
-        del facts["sha256"]
-        return {"schema_version": VERSION, "record": "specialist", **facts}
-
-
-class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: int
-    base_digest: str
-    specialists: tuple[Specialist, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -107,6 +65,8 @@ class SpecialistBank:
     def create(cls, folder: str | Path, *, base_digest: str) -> SpecialistBank:
         """Make an empty bank. Raises `ArtifactError` where there is one."""
         folder = Path(folder)
+        if not isinstance(base_digest, str) or not base_digest:
+            raise PolicyError("no base digest", field="base_digest", got=base_digest, expected="a digest")
         if (folder / "bank.json").exists():
             raise ArtifactError("there is a bank already", file=folder, fix="open it, or choose another folder")
         bank = cls(folder, base_digest)
@@ -123,10 +83,10 @@ class SpecialistBank:
     def list(self, layer: int | None = None) -> tuple[Specialist, ...]:
         """The specialists in append order, of one layer or of all."""
         file = self.folder / "bank.json"
-        if not file.exists():
+        if not file.is_file():
             raise MissingArtifactError("no bank here", file=self.folder, fix="SpecialistBank.create")
         try:
-            manifest = msgspec.json.decode(file.read_bytes(), type=_Manifest)
+            manifest = msgspec.json.decode(file.read_bytes(), type=Manifest)
         except msgspec.MsgspecError as error:
             raise ArtifactError(
                 "not a bank manifest", file=file, got=str(error), expected=f"version {VERSION}"
@@ -138,6 +98,7 @@ class SpecialistBank:
                 raise IdentityError(
                     "made for another base model", file=file, field="base_digest", got=digest, expected=self.base_digest
                 )
+        check_entries(manifest.specialists, file)
         return tuple(entry for entry in manifest.specialists if layer is None or entry.layer == layer)
 
     def expert_ids_for_layer(self, layer: int) -> tuple[str, ...]:
@@ -154,6 +115,9 @@ class SpecialistBank:
         Raises `PolicyError` for an id that is taken or a kind that does not fit, `GeometryError` for
         tensors that do not fit each other or the layer's other specialists.
         """
+        if not isinstance(specialist, nn.Module | LoRASpecialist):
+            got = type(specialist).__name__
+            raise PolicyError("not a specialist", field="specialist", got=got, expected="a module or a LoRASpecialist")
         if kind not in KINDS or (kind == "lora") != isinstance(specialist, LoRASpecialist):
             got = f"{kind!r} with {type(specialist).__name__}"
             raise PolicyError("the kind does not fit", field="kind", got=got, expected=" or ".join(map(repr, KINDS)))
@@ -189,7 +153,7 @@ class SpecialistBank:
             for entry in installed:
                 if (entry.id, entry.layer) == (id, layer):
                     self._write(tuple(other for other in installed if other is not entry))
-                    (self.folder / entry.file).unlink()
+                    (self.folder / entry.file).unlink(missing_ok=True)  # gone already, as was wanted
                     return entry
             expected = [other.id for other in installed if other.layer == layer]
         raise MissingArtifactError("not installed", file=self.folder, field=f"layer {layer}", got=id, expected=expected)
@@ -220,7 +184,7 @@ class SpecialistBank:
         return FileLock(self.folder / ".lock")
 
     def _write(self, specialists: tuple[Specialist, ...]) -> None:
-        manifest = _Manifest(VERSION, self.base_digest, specialists)
+        manifest = Manifest(VERSION, self.base_digest, specialists)
         write_json(self.folder / "bank.json", msgspec.to_builtins(manifest))
 
 

@@ -115,11 +115,21 @@ def test_unknown_missing_and_wrong_fields_are_refused():
     )
     assert refusal(changed("capacity", {"name": "overflow_to_anchor"})) == ("capacity", "AdaptiveTop1Top2Selection")
     assert refusal(changed("execution", "tensors")) == ("execution", "tensors")
+    assert refusal(changed("selection.name", ["top3"])) == ("selection", ["top3"])
+    local = {"name": "anchor_veto_top2"}
+    hierarchy = {"name": "hierarchical", "package_sizes": 3, "local": local, "package_evidence": "max"}
+    assert refusal(changed("selection", hierarchy)) == ("package_sizes", "int")
+    index = {"name": "compatibility_index", "expert_ids": ["a", "b"], "pairs": 5}
+    assert refusal(changed("selection", {"name": "compatibility_top2", "index": index})) == ("pairs", "int")
+    assert refusal(changed("combination", {"name": "learned_mixture", "weight": 3, "bias": [1]})) == ("weight", "int")
 
 
 def test_what_is_not_strict_json_is_refused():
     text = PolicyConfig().to_json()
     assert refusal("{")[0] == "text"
+    assert refusal("[" * 100_000)[0] == "text"
+    with pytest.raises(PolicyError, match="text"):
+        PolicyConfig.from_json(3)
     assert refusal("[]") == ("policy config", "list")
     assert refusal(text.replace("0.0", "NaN")) == ("text", "NaN")
     assert refusal(text.replace("0.0", "Infinity")) == ("text", "Infinity")
@@ -141,5 +151,7 @@ def test_bad_manifests_are_refused():
     assert read(model="x") == ("policy manifest", ["model"])
     with pytest.raises(PolicyError):
         PolicyManifest("sha256:1", {3: "anchored_top1"})
+    with pytest.raises(PolicyError, match="layers"):
+        PolicyManifest("sha256:1", None)
     with pytest.raises(PolicyError):
         PolicyManifest("sha256:1", {-1: CONFIGS[0]})

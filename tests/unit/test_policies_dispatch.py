@@ -213,6 +213,14 @@ def test_bad_input_is_refused():
     assert refusal(expert_ids=IDS[:2]) == ("expert_scores", [2, 2, 3])
     assert refusal(expert_ids=("a:0", "a:0", "b:0")) == ("expert_ids", "a:0")
     assert refusal(experts=[times(1)] * 2) == ("experts", 2)
+    assert refusal(experts=None) == ("experts", "NoneType")
+    assert refusal(experts=dict.fromkeys(range(3), times(1))) == ("experts", "dict")
+    assert refusal(experts=[1, 2, 3]) == ("experts['a:0']", "int")
+    assert refusal(anchor_mlp=None) == ("anchor_mlp", "NoneType")
+    assert refusal(anchor_mlp=None, expert_scores=-SCORES.abs()) == ("anchor_mlp", "NoneType")
+    assert refusal(expert_ids=None) == ("expert_ids", "NoneType")
+    assert refusal(token_args=[HIDDEN]) == ("token_args", "list")
+    assert refusal(package_scores=SCORES) == ("package_scores", "Tensor")
     assert refusal(expert_availability=torch.ones(2, dtype=torch.bool)) == ("expert_availability", [2])
     assert refusal(token_args={"position": torch.ones(4)}) == ("token_args['position']", [4])
     assert refusal(token_args={"position": [0, 1]}) == ("token_args['position']", "list")
@@ -224,3 +232,30 @@ def test_bad_input_is_refused():
     with pytest.raises(PolicyError, match="mixture_features") as error:
         run(head)
     assert error.value.field == "mixture_features"
+
+
+def test_a_dispatcher_is_made_of_policies():
+    for name, wrong in (
+        ("selection", None),
+        ("selection", AnchoredTop1Selection),
+        ("capacity", AnchoredTop1Selection()),
+        ("combination", "equal"),
+    ):
+        with pytest.raises(PolicyError) as error:
+            SparseDispatcher(**{name: wrong})
+        assert error.value.field == name and error.value.expected == name.capitalize()
+
+
+def test_a_module_list_is_a_list_of_experts():
+    experts = torch.nn.ModuleList([torch.nn.Identity() for _ in IDS])
+    assert torch.equal(run(SparseDispatcher(combination=EqualCombination()), experts=experts).output, HIDDEN)
+
+
+def test_routes_decided_before_run_as_they_do_at_once():
+    availability = torch.tensor([True, False, True])
+    dispatcher, experts = SparseDispatcher(), [times(10), times(100), times(1000)]
+    routes = dispatcher.route(SCORES, expert_ids=IDS, expert_availability=availability)
+    apart = dispatcher.execute(routes, HIDDEN, anchor_mlp=times(1), experts=experts)
+    assert torch.equal(apart.output, run(dispatcher, expert_availability=availability).output)
+    with pytest.raises(PolicyError, match="expert_scores"):
+        dispatcher.route(SCORES, tokens=(2, 3), expert_ids=IDS)

@@ -158,5 +158,7 @@ def test_bad_input_is_refused(anchor, batch):
     assert dispatch(LoRASpecialist({"gate_proj": half})) == (f"{field}.down", "float16")
     assert dispatch(LoRASpecialist({"gate_proj": good.updates["down_proj"]})) == (f"{field}.down", [R, F])
     assert refusal(lambda: LoRAUpdate(update.down, update.up.T)) == ("up", [R, F])
+    assert refusal(lambda: LoRAUpdate(update.down, update.up, float("inf"))) == ("scale", float("inf"))
+    assert refusal(lambda: LoRAUpdate(update.down, update.up, "1")) == ("scale", "1")
     always_on = AlwaysOnAnchorCombination(EqualCombination())
     assert refusal(lambda: LoRAMergeDispatcher(combination=always_on)) == ("combination", "AlwaysOnAnchorCombination")

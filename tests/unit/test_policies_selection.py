@@ -1,5 +1,6 @@
 """Which candidates each selection policy keeps, and what it refuses."""
 
+import itertools
 import math
 
 import pytest
@@ -87,6 +88,10 @@ def test_a_score_equal_to_the_threshold_in_its_own_dtype_is_not_above_it(dtype):
     ids = ("a:0", "a:1")
     assert AdaptiveTop1Top2Selection(0.3)(scores, expert_ids=ids).route_arity.tolist() == [[1, 2]]
     assert DynamicKSelection(2, 0.3)(scores, expert_ids=ids).route_arity.tolist() == [[1, 2]]
+    for token, arity in enumerate((1, 2)):  # a single token, in plain numbers
+        one = scores[:, token : token + 1]
+        assert AdaptiveTop1Top2Selection(0.3)(one, expert_ids=ids).route_arity.tolist() == [[arity]]
+        assert DynamicKSelection(2, 0.3)(one, expert_ids=ids).route_arity.tolist() == [[arity]]
 
 
 def test_dynamic_k_keeps_a_capped_prefix():
@@ -154,6 +159,7 @@ def test_bad_scores_are_refused(selection):
         bad = good.clone()
         bad[0, 1, 2] = value
         refused(call(bad), "scores", f"{value} at [0, 1, 2]")
+        refused(call(bad[:, 1:]), "scores", f"{value} at [0, 0, 2]")
     refused(call(good[0]), "scores", [2, 4])
     refused(call(good[..., :3]), "scores", [1, 2, 3])
     refused(call(good.long()), "scores", "int64")
@@ -200,10 +206,27 @@ def test_bad_indices_are_refused():
     refused(lambda: CompatibilityIndex(IDS, [(0, 2), (0, 1)]), "pairs", ((0, 2), (0, 1)))
     refused(lambda: CompatibilityIndex(IDS, [(0, 1), (0, 1)]), "pairs", ((0, 1), (0, 1)))
     refused(lambda: CompatibilityIndex(("a:0", "a:0"), []), "expert_ids", "a:0")
-    refused(lambda: CompatibilityIndex.from_groups(IDS, "abc"), "groups", 3)
+    refused(lambda: CompatibilityIndex.from_groups(IDS, tuple("abc")), "groups", 3)
     refused(lambda: CompatibilityTop2Selection({"a:0": "a"}), "index", "dict")
     moved = IDS[::-1]
     refused(lambda: GROUPED(torch.ones(1, 1, 4), expert_ids=moved), "index", IDS)
+
+
+def test_what_should_be_a_sequence_is_named():
+    refused(lambda: HierarchicalSelection(3), "package_sizes", "int")
+    refused(lambda: HierarchicalSelection("12"), "package_sizes", "str")
+    for pairs, got in ((None, "NoneType"), ([1, 2], "int"), (["ab"], "str")):
+        refused(lambda p=pairs: CompatibilityIndex(IDS, p), "pairs", got)
+    refused(lambda: CompatibilityIndex.from_groups(IDS, None), "groups", "NoneType")
+    refused(lambda: CompatibilityIndex.from_groups(IDS, dict.fromkeys(IDS, 1)), "groups", "dict")
+
+
+@pytest.mark.parametrize("groups", ["aabb", "abab", "aaaa", "abcd"])
+def test_cliques_cover_the_pairs_and_nothing_else(groups):
+    index = CompatibilityIndex.from_groups(IDS, tuple(groups))
+    assert sorted(pair for clique in index.cliques for pair in itertools.combinations(clique, 2)) == [*index.pairs]
+    ring = CompatibilityIndex(IDS, [(0, 1), (0, 2), (0, 3), (1, 2)])
+    assert ring.cliques == ((0, 3), (0, 1, 2))
 
 
 def test_top1_overflow_is_for_top1_only():
@@ -234,8 +257,19 @@ def test_what_is_ruled_out_never_runs():
 
 
 def test_large_finite_scores_are_finite():
-    scores = torch.full((1, 1, 4), 60000.0, dtype=torch.float16)  # their sum is not
-    assert AnchoredTop1Selection()(scores, expert_ids=tuple("abcd")).selected_indices.tolist() == [[1]]
+    for dtype, value in ((torch.float16, 60000.0), (torch.float64, 1.7e308)):  # their sum is not
+        for tokens in (1, 2):
+            scores = torch.full((1, tokens, 4), value, dtype=dtype)
+            assert AnchoredTop1Selection()(scores, expert_ids=tuple("abcd")).selected_indices.tolist() == [[1] * tokens]
+
+
+def test_packages_are_for_hierarchies():
+    for selection in (AnchoredTop1Selection(), GROUPED):
+        refused(
+            lambda s=selection: s(torch.ones(1, 1, 4), expert_ids=IDS, package_scores=torch.ones(1, 1, 2)),
+            "package_scores",
+            "Tensor",
+        )
 
 
 def test_ids_that_were_right_once_are_checked_again():

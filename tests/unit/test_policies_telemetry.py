@@ -1,7 +1,9 @@
 """Figures about routes, on a batch small enough to count by hand."""
 
+import pytest
 import torch
 
+from moelab.errors import PolicyError
 from moelab.policies import DynamicKSelection, PromoteSurvivorsCapacity, measure
 
 IDS = ("a:0", "a:1", "b:0", "b:1")
@@ -35,3 +37,10 @@ def test_figures_of_nothing():
     figures = measure(PromoteSurvivorsCapacity()(decision, expert_availability=None))
     assert figures.expert_load.tolist() == [0, 0, 0, 0] and figures.arity_histogram.tolist() == [0, 0, 0, 0]
     assert figures.regret.shape == (1, 0)
+
+
+def test_only_a_capacity_result_is_measured():
+    for wrong in (None, DynamicKSelection(3)(SCORES, expert_ids=IDS)):
+        with pytest.raises(PolicyError) as error:
+            measure(wrong)
+        assert (error.value.field, error.value.got) == ("capacity", type(wrong).__name__)

@@ -282,3 +282,67 @@ def test_altered_banks_are_refused(bank):
     file.write_text(json.dumps(good)[:-5])
     with pytest.raises(ArtifactError):
         bank.list()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("id", "math:0"),
+        ("id", ""),
+        ("layer", -1),
+        ("kind", "partial"),
+        ("dtype", "int3"),
+        ("hidden_size", 0),
+        ("hidden_size", 6),
+        ("intermediate_size", 0),
+        ("sha256", "../../elsewhere"),
+    ],
+)
+def test_a_manifest_edited_by_hand_is_refused_by_entry_and_field(bank, name, value):
+    for number, id in enumerate(("code:0", "math:0", "law:0")):
+        bank.install(id, 0, make_mlp(number))
+    file = bank.folder / "bank.json"
+    manifest = json.loads(file.read_text())
+    manifest["specialists"][2][name] = value
+    file.write_text(json.dumps(manifest))
+    for call in (bank.list, lambda: bank.install("new:0", 0, make_mlp(9)), lambda: bank.remove("code:0", 0)):
+        with pytest.raises(ArtifactError) as caught:
+            call()
+        assert (caught.value.field, caught.value.got) == (f"specialists[2].{name}", value)
+        assert caught.value.expected
+
+
+def test_what_an_entry_says_is_what_its_file_holds(bank):
+    bank.install("code:0", 0, make_mlp(0))
+    file = bank.folder / "bank.json"
+    file.write_text(
+        file.read_text()
+        .replace(f'"intermediate_size":{F}', '"intermediate_size":9')
+        .replace(f'"intermediate_size": {F}', '"intermediate_size": 9')
+    )
+    [entry] = bank.list()
+    assert entry.intermediate_size == 9
+    with pytest.raises(ArtifactError, match="not the specialist"):
+        bank.load(entry)
+
+
+def test_a_lost_file_is_missing_when_it_is_loaded_and_gone_when_it_is_removed(bank):
+    entry = bank.install("code:0", 0, make_mlp(0))
+    (bank.folder / entry.file).unlink()
+    with pytest.raises(MissingArtifactError):
+        bank.load(entry)
+    assert bank.remove("code:0", 0) == entry and bank.list() == ()
+
+
+def test_no_bank_without_a_base_or_a_specialist(bank, tmp_path):
+    for digest in (None, ""):
+        with pytest.raises(PolicyError) as caught:
+            SpecialistBank.create(tmp_path / "other", base_digest=digest)
+        assert caught.value.field == "base_digest"
+    with pytest.raises(PolicyError) as caught:
+        bank.install("code:0", 0, None)
+    assert (caught.value.field, caught.value.got) == ("specialist", "NoneType")
+    (bank.folder / "bank.json").unlink()
+    (bank.folder / "bank.json").mkdir()
+    with pytest.raises(MissingArtifactError):
+        bank.list()
