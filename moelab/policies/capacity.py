@@ -36,7 +36,7 @@ class Capacity:
             return CapacityResult(decision, decision)
         check_availability(decision, expert_availability)
         if one_token(decision.selected_indices):
-            routes = keep_in_one(decision, expert_availability.flatten().tolist())
+            routes = keep_in_one(decision, expert_availability)
         else:
             routes = keep(decision, slot_availability(decision, expert_availability))
         return CapacityResult(decision, routes)
@@ -100,13 +100,22 @@ def keep(decision: Decision, available: Tensor) -> Decision:
     return replace(decision, selected_indices=indices.view(shape), selected_scores=scores.view(shape))
 
 
-def keep_in_one(decision: Decision, available: list[bool]) -> Decision:
-    """The same for a single token, in plain numbers; available: `[N]`."""
-    chosen = decision.selected_indices.flatten().tolist()
+def keep_in_one(decision: Decision, expert_availability: Tensor) -> Decision:
+    """The same for a single token, in plain numbers."""
+    ((chosen,),), available = decision.selected_indices.tolist(), expert_availability.tolist()
+    if isinstance(decision, Top1Decision):
+        chosen = [chosen]
+    if expert_availability.dim() == 3:
+        ((available,),) = available
     if all(candidate == 0 or available[candidate - 1] for candidate in chosen):
         return decision
     kept = [slot for slot, candidate in enumerate(chosen) if candidate and available[candidate - 1]]
-    lost, shape = len(chosen) - len(kept), decision.selected_indices.shape
-    indices = torch.tensor([chosen[slot] for slot in kept] + [0] * lost, device=decision.selected_indices.device)
-    scores = torch.nn.functional.pad(decision.selected_scores.flatten()[kept], (0, lost))
+    lost, given = len(chosen) - len(kept), decision.selected_scores
+    indices = decision.selected_indices.new_tensor([chosen[slot] for slot in kept] + [0] * lost)
+    if given.requires_grad:
+        scores = torch.nn.functional.pad(given.flatten()[kept], (0, lost))
+    else:
+        own = given.flatten().tolist()
+        scores = given.new_tensor([own[slot] for slot in kept] + [0.0] * lost)
+    shape = given.shape
     return replace(decision, selected_indices=indices.view(shape), selected_scores=scores.view(shape))

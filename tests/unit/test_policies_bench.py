@@ -38,7 +38,7 @@ def test_routing_one_token_takes_few_calls_of_the_library(name, experts):
     """A call costs microseconds, in decode ten, and the experts of one token some hundreds."""
     ids, dispatcher = names(experts), dispatchers(experts)[name]
     scores = torch.arange(experts).view(1, 1, -1) - 2.5
-    for availability, most in ((None, 4), (torch.arange(experts) % 8 != 7, 14)):
+    for availability, most in ((None, 4), (torch.arange(experts) % 8 != 7, 10)):
         with Calls() as calls:
             dispatcher.route(scores, expert_ids=ids, expert_availability=availability)
         assert 0 < calls.count <= most
