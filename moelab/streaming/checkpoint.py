@@ -9,8 +9,9 @@ read). The headers of the shards say which tensors there are and where. A tensor
 4. one key an expert, `experts.N.gate_proj.weight` or `experts.N.w1.weight`.
 
 A match by 2-4 is only a guess from names and shapes. So one expert of the first and of the last MoE layer is
-compared, byte for byte, with what mlx-lm itself makes of the checkpoint. What does not match (transposed,
-interleaved, to be unpacked first) is refused by name: `moelab pack` can convert whatever mlx-lm can load.
+compared, byte for byte, with what mlx-lm itself makes of the checkpoint. It makes whole stacks, so each projection
+takes twice its bytes for a moment. What does not match (transposed, interleaved, to be unpacked first) is refused by
+name: `moelab pack` can convert whatever mlx-lm can load.
 """
 
 from __future__ import annotations
