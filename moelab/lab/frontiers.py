@@ -18,7 +18,7 @@ def frontier(
     frame: pd.DataFrame, *, x: str, y: str, size: str, hue: str, panel: str, alt: str, title: str = ""
 ) -> Figure:
     """A point a row: its area says `size`, a colour and a shape name its `hue` value; `panel` values, two a row, share
-    a logarithmic time axis and the area's scale."""
+    the time axis and the area's scale."""
     frame = _checked(frame, [x, y, size], hue, panel)
     panels, order = _parts(frame, panel, _order(frame, panel)), _order(frame, hue)
     figure, _ = _new(alt, "")
@@ -38,11 +38,9 @@ def frontier(
             axes.scatter(some[x], some[y], s=area, marker=shapes[label], color=colour, alpha=0.75, edgecolor="black")
         axes.set_title(readable(name), fontsize="medium")
         axes.set_ylabel(readable(y))
-        axes.set_xscale("log")
-        axes.margins(0.12)
+        axes.margins(0.1)
         axes.set_ylim(-0.05, max(axes.get_ylim()[1], 0.5))
         axes.set_xlabel(readable(x))
-        axes.xaxis.set_major_formatter("{x:g}")
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     handles = [
