@@ -26,6 +26,7 @@ import psutil
 from ..errors import ContractError, GeometryError, ParameterError
 from ..files import digest_json
 from ..models.loading import LoadedModel, cast, measure, tokenizer_of, widen_experts
+from .allocator import CacheLimit
 from .footprint import Footprint, room
 from .install import slots_beside, with_top_k
 from .layer import share
@@ -55,6 +56,7 @@ class StreamedModel(LoadedModel):
         base_bytes: resident set when everything but slots was loaded.
         waited_s: seconds that `run` waited for reads, so far.
         footprint: what requests take beside weights and slots.
+        cache_limit: of the freed bytes that mlx keeps for reuse, until this is closed.
         engine: the live engine inside `decoding()` or around this model, else None.
     """
 
@@ -63,13 +65,11 @@ class StreamedModel(LoadedModel):
     memory_budget_bytes: int | None
     base_bytes: int
     footprint: Footprint
-    allocator_cache: tuple[int, int]
-    """Freed bytes that mlx keeps for reuse at most, and what that limit was before."""
+    cache_limit: CacheLimit
     residency: str = "streamed"
     waited_s: float = 0.0
     engine: StreamingEngine | None = None
     _turn_of: str | None = None
-    _open: bool = True
 
     @classmethod
     def load(
@@ -92,16 +92,16 @@ class StreamedModel(LoadedModel):
         kept = options.allocator_cache_bytes
         if memory_budget_bytes is not None:  # what mlx keeps is a part of the reserve
             kept = min(kept, options.reserve_bytes // 4)
-        allocator_cache = kept, mx.set_cache_limit(kept)
+        limit = CacheLimit(kept)
         try:
-            return cls._load(model, options, memory_budget_bytes, allocator_cache)
+            return cls._load(model, options, memory_budget_bytes, limit)
         except BaseException:
-            mx.set_cache_limit(allocator_cache[1])
+            limit.close()
             raise
 
     @classmethod
     def _load(
-        cls, model: str | Path, options: EngineOptions, memory_budget_bytes: int | None, cache: tuple[int, int]
+        cls, model: str | Path, options: EngineOptions, memory_budget_bytes: int | None, limit: CacheLimit
     ) -> Self:
         frame = skeleton(model)
         if options.layer is not None and options.layer.top_k is not None:
@@ -132,7 +132,7 @@ class StreamedModel(LoadedModel):
             return cls(
                 frame.network, tokenizer, frame.path.resolve().name, frame.path, options.precision, frame.config,
                 frame.blocks, geometry, store=store, options=options, memory_budget_bytes=memory_budget_bytes,
-                base_bytes=psutil.Process().memory_info().rss, footprint=footprint, allocator_cache=cache,
+                base_bytes=psutil.Process().memory_info().rss, footprint=footprint, cache_limit=limit,
             )  # fmt: skip
         except BaseException:
             store.close()
@@ -173,7 +173,7 @@ class StreamedModel(LoadedModel):
         """Of the reserve, what attention caches and activations may take; None without a budget of the process."""
         if self.memory_budget_bytes is None:
             return None
-        return max(0, self.options.reserve_bytes - self.allocator_cache[0] - BESIDE)
+        return max(0, self.options.reserve_bytes - self.cache_limit.nbytes - BESIDE)
 
     @property
     def cycle_bytes(self) -> int:
@@ -284,11 +284,9 @@ class StreamedModel(LoadedModel):
         self.engine, self._turn_of = engine, "a live engine"
 
     def close(self) -> None:
-        """Close the store, and give mlx the limit of its cache that it had before."""
+        """Close the store, and let go of the limit of mlx's cache."""
         self.store.close()
-        if self._open:
-            self._open = False
-            mx.set_cache_limit(self.allocator_cache[1])
+        self.cache_limit.close()
 
     def __enter__(self) -> Self:
         return self

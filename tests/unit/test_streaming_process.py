@@ -97,6 +97,9 @@ def test_the_limit_of_mlx_outlives_no_engine(small):
             model.close()
         with pytest.raises(ContractError):
             StreamingEngine.load(small, memory_budget_bytes=1)
+        first, second = (StreamedModel.load(small, EngineOptions(cache_bytes=n * MiB)) for n in (4, 5))
+        first.close()  # in the order of opening
+        second.close(), second.close()
         assert mx.set_cache_limit(before) == 123 * MiB
     finally:
         mx.set_cache_limit(before)
