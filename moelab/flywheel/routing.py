@@ -37,7 +37,7 @@ from .split import assign
 from .vault import Vault
 
 RESULT = "routing.json"
-FIGURES_VERSION = 8
+FIGURES_VERSION = 9
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
 LATE_PROMPT = 8

@@ -21,8 +21,8 @@ from .resume import LayerInputs
 from .routing import Clock, Part, RoutingOptions
 from .routing_arms import NATIVE, Arm, executed
 
-LATE_STRIDE = 3
-"""Of the validation windows, every third is run on for the loss without late experts; all of them for the error."""
+LATE_STRIDE = 4
+"""Of the validation windows, every fourth is run on for the loss without late experts; all of them for the error."""
 
 
 def as_row(estimate: Estimate) -> dict[str, Any]:
