@@ -17,7 +17,7 @@ Times are seconds, sizes bytes.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from ..prerouter import Prerouter, install_prerouter, read_heads
 from ..routes import DECODED, PREFILLED
 from ..streaming.prefetch import Prefetcher
 from .head_recipe import tier_of
+from .prerouter_depth import Answer
 from .streaming_answer import Recorder
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from ..streaming import StreamingEngine
     from ..streaming.oracle import Candidate
 
-__all__ = ["ARMS", "Answer", "Turn", "feed", "install", "recorded"]
+__all__ = ["ARMS", "Turn", "feed", "install", "recorded"]
 
 ARMS: dict[str, tuple[str, str] | None] = {
     "off": None,
@@ -52,34 +53,6 @@ ARMS: dict[str, tuple[str, str] | None] = {
 """What predictions do, and when they are issued."""
 UNSLOWED = 1e18
 """Bytes a second of a declared disk that slows nothing down."""
-
-
-@dataclass(frozen=True, eq=False)
-class Answer:
-    """A text as the resident model goes through it.
-
-    Attributes:
-        prompt, text: tokens prefilled, and fed one by one.
-        said: the model's greedy choice after each token of `text`.
-        ids: `i64[T, L, K]`, T = prompt and text, and what of the text is known beyond.
-        told: (pass, owner) → candidates of the owner's consumer in the next pass, the surest first; pass 0 is the
-            prompt, owners are MoE layers.
-    """
-
-    prompt: list[int]
-    text: list[int]
-    said: list[int]
-    ids: np.ndarray
-    told: Mapping[tuple[int, int], Sequence[Candidate]]
-
-    @property
-    def phase(self) -> np.ndarray:
-        """`u8[T]`."""
-        return np.repeat(np.array([PREFILLED, DECODED], np.uint8), [len(self.prompt), len(self.text)])
-
-    def first(self, tokens: int) -> Answer:
-        """Its beginning: the prompt, and `tokens` of the text. The routes of the rest are still known."""
-        return replace(self, text=self.text[:tokens], said=self.said[:tokens])
 
 
 @dataclass(frozen=True, eq=False)

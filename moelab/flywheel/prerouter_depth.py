@@ -19,19 +19,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..errors import ContractError
+from ..routes import DECODED, PREFILLED
 from ..streaming import Cache, Passes, Prefetcher, Scheduler, Simulation, VirtualDevice, policy, simulate
 from ..streaming.oracle import Candidate
 from ..streaming.simulator import ISSUE
-from .prerouter_arms import Answer
 
-__all__ = ["Bench", "gains", "side_by_side", "uses"]
+__all__ = ["Answer", "Bench", "gains", "side_by_side", "uses"]
 
 Told = Mapping[tuple[int, int], Sequence[Candidate]]
 PIN = {"hot_per_layer": 4, "decay": 0.75, "update_interval": 4}
@@ -43,6 +43,34 @@ POLICIES: dict[str, tuple[str, Mapping[str, float]]] = {
     "hot-pin, bonus 2": ("hot-pin", {"pin_bonus": 2.0, **PIN}),
 }
 """Of the study of protection: its name for a policy, and which that is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A text as the resident model goes through it.
+
+    Attributes:
+        prompt, text: tokens prefilled, and fed one by one.
+        said: the model's greedy choice after each token of `text`.
+        ids: `i64[T, L, K]`, T = prompt and text, and what of the text is known beyond.
+        told: (pass, owner) → candidates of the owner's consumer in the next pass, the surest first; pass 0 is the
+            prompt, owners are MoE layers.
+    """
+
+    prompt: list[int]
+    text: list[int]
+    said: list[int]
+    ids: np.ndarray
+    told: Mapping[tuple[int, int], Sequence[Candidate]]
+
+    @property
+    def phase(self) -> np.ndarray:
+        """`u8[T]`."""
+        return np.repeat(np.array([PREFILLED, DECODED], np.uint8), [len(self.prompt), len(self.text)])
+
+    def first(self, tokens: int) -> Answer:
+        """Its beginning: the prompt, and `tokens` of the text. The routes of the rest are still known."""
+        return replace(self, text=self.text[:tokens], said=self.said[:tokens])
 
 
 def side_by_side(answers: Sequence[Answer], experts: int, *, seed: int = 0) -> Answer:

@@ -11,15 +11,11 @@ What an arm wins is its share of the possible, (T_off - T) / (T_off - T_bound), 
 and at a synchronous boundary. An arm that keeps its own router must say what the compute-only engine said, at every
 token; `replace` takes other routes, so only its times and bytes are shown.
 
-    python -m moelab.flywheel.prerouter_gain reference     the whole grid on a quiet machine, to reports/committed
-
 Times are seconds, sizes bytes.
 """
 
 from __future__ import annotations
 
-import datetime
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +27,7 @@ import numpy as np
 
 from .. import artifacts, models
 from ..errors import ContractError, RecordError
-from ..prerouter import find_weights
-from ..streaming import EngineOptions, StreamingEngine, write_pack
+from ..prerouter.files import find_weights
 from ..streaming.eviction import DEFAULT
 from . import stage
 from .capture import CaptureOptions, capture
@@ -40,17 +35,13 @@ from .ceiling import SYSTEMS
 from .engine import opened
 from .head_training import FILES, train_heads
 from .observations import Records
-from .prerouter_arms import ARMS, feed, recorded
 from .prerouter_claims import claims
 from .prerouter_depth import Bench, gains, side_by_side, uses
-from .prerouter_rounds import EVERYTHING, Rounds, head_cost
 from .prerouter_study import PrerouterOptions
 
-__all__ = ["GainPlan", "committed", "gain", "prerouter_gains", "texts_of"]
+__all__ = ["GainPlan", "QUIET", "committed_model", "gain", "prerouter_gains", "texts_of"]
 
 RESULT = "gain.json"
-REPORT = Path("reports/committed/prerouter_gain.json")
-COMMAND = "python -m moelab.flywheel.prerouter_gain reference"
 FIGURES_VERSION = 1
 """Raise when `gain` writes other figures, so that older artefacts are not taken for these."""
 
@@ -133,6 +124,10 @@ def gain(
     Raises:
         ContractError: an arm that keeps its own router said other tokens than the compute-only engine.
     """
+    from ..streaming import EngineOptions, StreamingEngine
+    from .prerouter_arms import recorded
+    from .prerouter_rounds import EVERYTHING
+
     options = {"threads": plan.readers, "policy": plan.policy, "precision": precision}
     with StreamingEngine.load(path, EngineOptions(cache_bytes=EVERYTHING, **options)) as full:
         answers = recorded(full, weights, texts, prompt=plan.prompt)
@@ -151,6 +146,9 @@ def gain(
 
 def _measured(full, path, weights, answers, plan: GainPlan, sizes, options) -> dict[str, Any]:
     """What is timed: compute, heads, and every cell."""
+    from .prerouter_arms import ARMS, feed
+    from .prerouter_rounds import Rounds, head_cost
+
     answers = [answer.first(plan.tokens + 1) for answer in answers]
     timed = [feed(full, a.prompt, a.text) for a in answers]
     layer_s = np.median(np.concatenate([turn.layer_s for turn in timed]), axis=0).tolist()
@@ -267,33 +265,10 @@ class _Subject:
 
     def gain(self, plan: GainPlan, weights: Path, folder: Path) -> dict[str, Any]:
         """The model is packed below `folder`, and the pack removed."""
+        from ..streaming import write_pack
+
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
             write_pack(self.path, Path(scratch) / "pack", precision=self.precision)
             return gain(
                 Path(scratch) / "pack", weights, self.texts, plan, precision=self.precision, alone=stage.timing()
             )  # fmt: skip
-
-
-def main(profile: str) -> None:
-    """Measure the reference models, one after the other, and write the report. A tiny one is printed only."""
-    options = CaptureOptions.from_profile(profile)
-    observed, plan = capture(options), QUIET if profile == "reference" else GainPlan(texts=1, tokens=4)
-    found = {}
-    for model in options.models:
-        job = {"model": model, "observations": observed[model].path, "plan": plan}
-        [found[model]] = models.run_workers(committed_model, [job], blas="auto", workers=1)
-        for row in found[model]["claims"]:
-            print(model, row["claim"], row["measured"], row["asked"], row["spread"], row["holds"], sep="  ", flush=True)
-    if profile == "reference":
-        report = {"schema_version": 1, "command": COMMAND, "date": datetime.date.today().isoformat(), "models": found}
-        artifacts.write_json(artifacts.root() / REPORT, report)
-
-
-def committed() -> dict[str, Any] | None:
-    """The committed report: `command`, `date`, and `models` → figures; None before it was made."""
-    path = artifacts.root() / REPORT
-    return artifacts.read_json(path) if path.is_file() else None
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -20,8 +20,8 @@ import numpy as np
 
 from ..errors import ContractError
 from ..streaming import EngineOptions, StreamingEngine, VirtualDevice
-from .prerouter_arms import ARMS, UNSLOWED, Answer, Between, Turn, feed, install
-from .prerouter_depth import Bench
+from .prerouter_arms import ARMS, UNSLOWED, Between, Turn, feed, install
+from .prerouter_depth import Answer, Bench
 
 __all__ = ["EVERYTHING", "Rounds", "head_cost", "rows_of"]
 

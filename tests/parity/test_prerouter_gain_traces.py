@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from moelab.flywheel.ceiling import SYSTEMS
-from moelab.flywheel.prerouter_arms import Answer
-from moelab.flywheel.prerouter_depth import Bench
+from moelab.flywheel.prerouter_depth import Answer, Bench
 from moelab.routes import DECODED, read_trace
 from moelab.streaming.simulator import ISSUE
 

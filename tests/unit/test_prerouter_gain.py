@@ -10,10 +10,11 @@ import pytest
 
 from moelab.errors import ContractError, RecordError
 from moelab.flywheel import prerouter_gain as gain_study
+from moelab.flywheel import prerouter_report
 from moelab.flywheel import prerouter_rounds as rounds_study
-from moelab.flywheel.prerouter_arms import ARMS, Answer, Turn, feed, install, recorded
+from moelab.flywheel.prerouter_arms import ARMS, Turn, feed, install, recorded
 from moelab.flywheel.prerouter_claims import claims, pairs_of
-from moelab.flywheel.prerouter_depth import Bench, gains, side_by_side, uses
+from moelab.flywheel.prerouter_depth import Answer, Bench, gains, side_by_side, uses
 from moelab.flywheel.prerouter_gain import GainPlan, gain, texts_of
 from moelab.flywheel.prerouter_rounds import EVERYTHING, rows_of
 from moelab.prerouter import HeadIdentity, write_heads
@@ -285,3 +286,24 @@ def test_more_than_the_spread_at_equal_bytes():
 def test_the_quiet_grid_is_wider():
     few, many = gain_study.GainPlan(), gain_study.QUIET
     assert set(few.ratios) < set(many.ratios) and few.texts < many.texts and set(few.systems) < set(many.systems)
+
+
+def test_the_report_is_read_as_it_was_written(monkeypatch, tmp_path, capsys):
+    claim = {"claim": "this", "measured": 1.0, "asked": 0.5, "n": 2, "spread": "", "holds": True}
+    asked = []
+
+    def run_workers(fn, jobs, **options):
+        asked.extend((fn, job["model"], job["plan"]) for job in jobs)
+        return [{"claims": [claim]}]
+
+    monkeypatch.setattr(prerouter_report, "REPORT", tmp_path / "report.json")
+    monkeypatch.setattr(
+        prerouter_report, "capture", lambda options: dict.fromkeys(options.models, SimpleNamespace(path=0))
+    )
+    monkeypatch.setattr(prerouter_report.models, "run_workers", run_workers)
+    prerouter_report.main("tiny")
+    assert prerouter_report.committed() is None and "this" in capsys.readouterr().out
+    prerouter_report.main("reference")
+    report = prerouter_report.committed()
+    assert report["command"] == prerouter_report.COMMAND and report["models"]["sigmoid"] == {"claims": [claim]}
+    assert asked[-1] == (gain_study.committed_model, "sigmoid", gain_study.QUIET)
