@@ -3,10 +3,15 @@
 Heads are those of notebook 41. `prerouter_agreement` holds them against everything simpler, `prerouter_cost` runs the
 model on their predictions; a few tokens of every mode also go through the streaming engine, so that the study's batches
 are seen to be what the engine does.
+
+    python -m moelab.flywheel.prerouter_study reference OUT.json     more thresholds, other K and single layers on all
+                                                                     texts: what the default of installation rests on
 """
 
 from __future__ import annotations
 
+import datetime
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +37,9 @@ if TYPE_CHECKING:
     from .prerouter_cost import Heads, Texts
 
 RESULT = "modes.json"
+WIDER = {"thresholds": [0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7], "top_ks": [1, 2, 3, 6, 8], "part_texts": 28}
+"""What the committed report asks beyond notebook 81."""
+REPORTED = ("modes", "top_k", "depth", "past", "position", "texts")
 FIGURES_VERSION = 2
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
@@ -43,12 +51,12 @@ class PrerouterOptions(Options):
     form: str = param("full", "heads whose predictions are used", choices=tuple(FILES))
     texts: int = param(3, "validation texts, at most", min=2)
     context: int = param(96, "tokens of each, at most", min=16)
-    thresholds: list[float] = param([0.3, 0.4, 0.5, 0.6], "confidences that gated asks for", min=0.0, max=1.0)
+    thresholds: list[float] = param([0.3, 0.4, 0.5, 0.55], "confidences that gated asks for", min=0.0, max=1.0)
     top_ks: list[int] = param([2, 8], "experts a token beside the model's own number", min=1)
     part_texts: int = param(2, "of the texts, those that other K and single layers are tried on", min=2)
     prompt: int = param(24, "tokens of the prompt of a greedy answer", min=2)
     tokens: int = param(16, "tokens of a greedy answer", min=2)
-    answer_threshold: float = param(0.6, "confidence that gated asks for in greedy answers", min=0.0, max=1.0)
+    answer_threshold: float = param(0.55, "confidence that gated asks for in greedy answers", min=0.0, max=1.0)
     check_tokens: int = param(6, "tokens of each mode that the streaming engine decodes as well", min=1)
     timed_tokens: int = param(12, "tokens decoded to time one token's compute", min=4)
     gain_cycles: list[float] = param([2.0], "caches of the gain study, in token cycles", min=0.1)
@@ -230,3 +238,18 @@ def _engine(loaded, heads: Heads, texts: Texts, arms, found, options: PrerouterO
                 }
             )  # fmt: skip
     return rows
+
+
+def report(found: dict[str, dict[str, Any]], profile: str, out: str | Path) -> None:
+    """Write what `REPORTED` names, with the command and the date."""
+    head = {
+        "schema_version": 1,
+        "command": f"python -m moelab.flywheel.prerouter_study {profile} OUT.json",
+        "date": datetime.date.today().isoformat(),
+    }
+    part = {model: {name: figures[name] for name in REPORTED} for model, figures in found.items()}
+    artifacts.write_json(Path(out), head | {"models": part})
+
+
+if __name__ == "__main__":
+    report(modes(PrerouterOptions.from_profile(sys.argv[1], **WIDER)), *sys.argv[1:])

@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(folders):
     with pytest.raises(ParameterError, match="or another mode"):  # by default a route is replaced where that is sure
         install_prerouter(network, spec, streamed, heads=bank)
     with install_prerouter(network, spec, streamed, heads=bank, calibration=dict.fromkeys(bank.owners, (1, 0))) as sure:
-        assert (sure.mode, sure.stager.threshold) == ("gated", 0.6)
+        assert (sure.mode, sure.stager.threshold) == ("gated", 0.55)
     with install_prerouter(network, spec, streamed, heads=bank, mode="replace") as prerouter:
         with pytest.raises(ContractError, match="has a prerouter"):
             install_prerouter(network, spec, streamed, heads=bank, mode="replace")

@@ -189,7 +189,9 @@ def _four(steps):
 # ---------------------------------------------------------------- the stage
 
 
-def test_a_run_gives_every_figure_and_a_second_one_finds_it(world, inside, before, judged_as, heads, monkeypatch):
+def test_a_run_gives_every_figure_and_a_second_one_finds_it(
+    world, inside, before, judged_as, heads, monkeypatch, tmp_path
+):
     asked = options(world)
     folder = prerouter_study.modes_model(world.model, asked, before, heads.path, judged_as)
     found = artifacts.read_json(folder / prerouter_study.RESULT)
@@ -208,6 +210,10 @@ def test_a_run_gives_every_figure_and_a_second_one_finds_it(world, inside, befor
     assert max(row["largest"] for row in engine.values()) < 1e-3  # rounding: another order of float32 sums
     assert found["own"]["rows"][0]["equal_tokens"]["value"] == 5 and found["own"]["rows"][0]["agrees"]["value"] == 1
     assert sentences({"m": found})
+    prerouter_study.report({"m": found}, "tiny", tmp_path / "out.json")
+    kept = artifacts.read_json(tmp_path / "out.json")
+    assert kept["command"].endswith("prerouter_study tiny OUT.json") and kept["date"].startswith("20")
+    assert kept["models"] == {"m": {name: found[name] for name in prerouter_study.REPORTED}}
     monkeypatch.setattr(prerouter_study, "study", None)
     assert prerouter_study.modes_model(world.model, asked, before, heads.path, judged_as) == folder
 

@@ -77,7 +77,8 @@ def test_words_follow_the_figures(figures):
         "some table, 25.0", "only 1 layer or 1.0 ms", "60% is not used", "it has most of them already",
         "perplexity × 1.35", "less than replace", "gated at 0.3 replaces 80.0 ± 0.1 % of routes",
         "With 2 experts a token the gate's loss over the native model's is +0.200",
-        "tokens: not within 0.02 nats", "of greedy tokens it takes 0.0", "tokens: within 0.02 nats", "more than the sum of its parts",
+        "tokens: not within 0.02 nats", "of greedy tokens it takes 0.0",
+        "tokens: within 0.02 nats", "more than the sum of its parts",
         "which cannot be told from nothing", "of 8 greedy tokens the first 2.5",
         "The default that follows: gated at a confidence of 0.5", "30% of routes on m",
     ):  # fmt: skip
