@@ -73,9 +73,17 @@ def dispatchers(experts: int) -> dict[str, SparseDispatcher]:
     }
 
 
-def make_mlp(hidden: int, intermediate: int) -> nn.Sequential:
-    """A plain MLP, `[..., H]` to `[..., H]`."""
-    return nn.Sequential(nn.Linear(hidden, intermediate), nn.SiLU(), nn.Linear(intermediate, hidden))
+class GatedMlp(nn.Module):
+    """SwiGLU, `[..., H]` to `[..., H]`: what an expert is in every model that specialists are attached to."""
+
+    def __init__(self, hidden: int, intermediate: int):
+        super().__init__()
+        self.gate = nn.Linear(hidden, intermediate, bias=False)
+        self.up = nn.Linear(hidden, intermediate, bias=False)
+        self.down = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(states)) * self.up(states))
 
 
 def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
@@ -114,7 +122,7 @@ def time_dispatch(
     scores = torch.rand(batches, tokens, experts, generator=generator) - 0.25
     availability = torch.arange(experts) % 8 != 7
     ids = names(experts)
-    anchor, bank = make_mlp(hidden, intermediate), [make_mlp(hidden, intermediate) for _ in ids]
+    anchor, bank = GatedMlp(hidden, intermediate), [GatedMlp(hidden, intermediate) for _ in ids]
 
     turn, inside, shares = count(), [], []
 
@@ -140,16 +148,13 @@ def time_dispatch(
     rows = int(routes.slot_mask.sum())
     used = max(1, min(rows, int(availability.sum())))
     gathered = torch.randn(used, max(1, rows // used), hidden, generator=generator)
-    (up, up_bias), (down, down_bias) = (
-        (
-            torch.stack([mlp[layer].weight.T for mlp in bank[:used]]).contiguous(),
-            torch.stack([mlp[layer].bias for mlp in bank[:used]]).unsqueeze(1),
-        )
-        for layer in (0, 2)
+    gate, up, down = (
+        torch.stack([getattr(mlp, name).weight.T for mlp in bank[:used]]).contiguous()
+        for name in ("gate", "up", "down")
     )
 
     def batched() -> Tensor:
-        return torch.baddbmm(down_bias, nn.functional.silu(torch.baddbmm(up_bias, gathered, up)), down)
+        return torch.bmm(nn.functional.silu(torch.bmm(gathered, gate)) * torch.bmm(gathered, up), down)
 
     every = {
         "grouped": grouped,

@@ -14,7 +14,7 @@ from moelab.policies import (
     ScoreSoftmaxCombination,
     SparseDispatcher,
 )
-from moelab.policies.bench import make_mlp
+from moelab.policies.bench import GatedMlp
 
 H, N, TOKENS = 32, 16, 512
 IDS = tuple(f"a:{number}" for number in range(N))
@@ -23,7 +23,7 @@ IDS = tuple(f"a:{number}" for number in range(N))
 @pytest.fixture(scope="module")
 def layer():
     torch.manual_seed(0)
-    anchor, experts = make_mlp(H, 64), [make_mlp(H, 64) for _ in range(N)]
+    anchor, experts = GatedMlp(H, 64), [GatedMlp(H, 64) for _ in range(N)]
     hidden, scores = torch.randn(2, TOKENS // 2, H), torch.randn(2, TOKENS // 2, N) - 1
     return anchor, experts, hidden, scores, torch.rand(2, TOKENS // 2, N) < 0.8
 
