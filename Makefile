@@ -32,7 +32,7 @@ notebooks: $(STAMP)
 
 # The slow study of where prefill is decode: every family, precision and BLAS.
 parity-table: $(STAMP) system-run
-	$(BIN)/python -m moelab.flywheel.parity_table reports/committed/parity_table.json
+	$(BIN)/python -m moelab.studies.parity_table reports/committed/parity_table.json
 
 # Other runtimes on the same weights under a kernel's memory cap (Linux, root). They go into a folder of their own,
 # without what they would bring along: all of that is pinned already. Needs 10 GB of disk and half an hour.
@@ -43,7 +43,7 @@ peers: $(STAMP) system-run
 
 # What streaming is asked to do in time. Ten minutes on which nothing else may run.
 timing: $(STAMP) system-run
-	$(BIN)/python -m moelab.flywheel.streaming_timing reports/committed/timing.json
+	$(BIN)/python -m moelab.studies.streaming_timing reports/committed/timing.json
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -166,7 +166,7 @@ class _Study:
     def _measure(self, file: HeadFile) -> dict[str, np.ndarray]:
         """Of each validation token behind the prompts: `loss [modes + 1, N]`, the native model's first; `hits
         [modes, N, n]`, predicted experts that the native gate would choose on the state that it has; `cluster [N]`."""
-        from .prerouter_lockstep import OWN, Arm, Lockstep
+        from ..prerouter.lockstep import OWN, Arm, Lockstep
 
         some = self._chosen(EVALUATED_ON)
         tokens = np.full((len(some), max(len(self.texts[i]) for i in some)), OWN, np.int32)

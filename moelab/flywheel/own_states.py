@@ -74,7 +74,7 @@ def own_states(
     """
     import mlx.core as mx
 
-    from .prerouter_lockstep import OWN, ROWS, Arm, Lockstep
+    from ..prerouter.lockstep import OWN, ROWS, Arm, Lockstep
 
     arms = [Arm(name="native", mode="off"), Arm(name=mode, mode=mode)]
     out: list[States] = []

@@ -9,7 +9,7 @@ Where things are, from the disk up:
 * the live machine: `slab` (slots that a disk fills and a kernel reads), `memory` (threads), `forward` (one pass after
   the other), `timeline`, `layer` (the exact path), `issuing` (predictions inside the pass);
 * other paths of a layer: `options`, `install`, `paths`, `stack`, `staged`, `late`, `prefill`, `fill`;
-* whole models: `skeleton`, `streamed`, `engine`, `generate`; `layerwise` for replay;
+* whole models: `skeleton`, `footprint`, `allocator`, `streamed`, `engine`, `generate`; `layerwise` for replay;
 * without a model: `passes`, `oracle`, `simulator` (`simulated_memory`, `demand_only`, `simulation`), `validation`.
 
 Names are imported on first use: the decisions and the simulator need numpy at most.

@@ -88,6 +88,11 @@ class ExpertStore:
         return {**self._source.identity(), "reader": self._reader.kind, "throttle": throttle}
 
     @property
+    def virtual_s(self) -> float:
+        """Sum of what reads took on the declared device; 0 without one."""
+        return self._throttle.virtual_s if self._throttle else 0.0
+
+    @property
     def overslept_s(self) -> float:
         """Mean seconds from a read's end on the declared device until its thread went on; 0 without a throttle."""
         return self._throttle.overslept_s / max(self._throttle.reads, 1) if self._throttle else 0.0

@@ -54,7 +54,8 @@ class Recording:
         read_bytes: bytes of the experts that were read.
         physical_ratio: bytes asked of the device ÷ those; 1 where none was read.
         reads: `f64[reads]`, seconds of every read, in the order in which they were begun.
-        wake_s: mean seconds from a read's end on a declared device until its thread went on (`Throttle.overslept_s`).
+        wake_s: mean seconds that a read took beside its time on a declared device: on its way there, and until its
+            thread went on; 0 where this machine's own disk was read.
         start_s: median seconds from a wish that found every reader idle until one began on it.
     """
 
@@ -123,7 +124,7 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
             expected=f"1 to {engine.options.prefill_step_size}, >= 1",
         )  # fmt: skip
     store, layers, routes = engine.store, engine.store.layers, _Routes()
-    before = store.payload_bytes, store.physical_bytes
+    before = store.payload_bytes, store.physical_bytes, store.virtual_s
     engine.reset()
     engine.forward.timeline.clear()
     reads: list[tuple[float, float, float]] = []  # begun, ended, wished
@@ -143,6 +144,7 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
     line = {name: column.reshape(-1, layers) for name, column in engine.forward.timeline.arrays().items()}
     head = line["issue"][:, :1] - np.array(started)[:, None]
     payload, physical = store.payload_bytes - before[0], store.physical_bytes - before[1]
+    virtual = store.virtual_s - before[2]
     ids = [np.stack(routes.seen[at : at + layers], 1) for at in range(0, len(routes.seen), layers)]
     return Recording(
         ids=np.concatenate(ids),
@@ -155,7 +157,7 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
         read_bytes=payload,
         physical_ratio=physical / payload if payload else 1.0,
         reads=np.array([ended - begun for begun, ended, _ in sorted(reads)]),
-        wake_s=store.overslept_s,
+        wake_s=max(sum(ended - begun for begun, ended, _ in reads) - virtual, 0.0) / len(reads) if virtual else 0.0,
         start_s=_start_s(sorted(reads)),
     )
 

@@ -1,7 +1,7 @@
 """The table tells an exact family from one that half precision breaks, and marks what it had to shim."""
 
-from moelab.flywheel.parity_table import FAMILIES, cell
 from moelab.models.tiny_configs import FAMILIES as TINY
+from moelab.studies.parity_table import FAMILIES, cell
 
 
 def test_float32_is_exact_for_a_family_whose_prefill_is_its_decode():

@@ -24,7 +24,7 @@ IDS = tuple(f"a:{number}" for number in range(N))
 def layer():
     torch.manual_seed(0)
     anchor, experts = GatedMlp(H, 64), [GatedMlp(H, 64) for _ in range(N)]
-    hidden, scores = torch.randn(2, TOKENS // 2, H), torch.randn(2, TOKENS // 2, N) - 1
+    hidden, scores = torch.randn(2, TOKENS // 2, H), torch.randn(2, TOKENS // 2, N) - 0.7
     return anchor, experts, hidden, scores, torch.rand(2, TOKENS // 2, N) < 0.8
 
 

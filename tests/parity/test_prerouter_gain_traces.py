@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from moelab.flywheel.ceiling import SYSTEMS
-from moelab.flywheel.prerouter_depth import Answer, Bench
 from moelab.routes import DECODED, read_trace
 from moelab.streaming.simulator import ISSUE
+from moelab.studies.prerouter_depth import Answer, Bench
 
 RECALL, TOKENS = 0.4, 48
 """Recall at K of the committed heads (reports/LOG.md), and tokens that keep the test within seconds."""

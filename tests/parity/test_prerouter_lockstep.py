@@ -6,9 +6,9 @@ import prerouter_world as world
 import pytest
 
 from moelab.errors import ContractError, GeometryError, ParameterError, UnsupportedModelError
-from moelab.flywheel.prerouter_lockstep import Lockstep
-from moelab.flywheel.prerouter_steps import OWN, Arm
 from moelab.prerouter import install_prerouter
+from moelab.prerouter.lockstep import Lockstep
+from moelab.prerouter.steps import OWN, Arm
 from moelab.routes import DECODED, PREFILLED
 
 PHASES = ["pppppddddddd", "pppddppppddd", "ppppppppdddd"]
@@ -145,7 +145,7 @@ def test_single_layers_groups_and_drift(case, monkeypatch):
     assert (count[1] > 0).nonzero()[0].tolist() == [first] and (count[2] > 0).nonzero()[0].tolist() == [last]
     drift = steps.drift[:, decoded].max(1)
     assert (drift[0] == 0).all() and (drift[3, first + 1 :] > 0).all() and (drift[3, 0] > 0) == (first < 0)
-    monkeypatch.setattr("moelab.flywheel.prerouter_lockstep.ROWS", 4)  # one text at a time
+    monkeypatch.setattr("moelab.prerouter.lockstep.ROWS", 4)  # one text at a time
     alone = lockstep(case, arms).run(tokens, decoded)
     both = decoded & ~np.isnan(steps.loss[0])
     np.testing.assert_allclose(alone.loss[:, both], steps.loss[:, both], atol=ROUNDING)

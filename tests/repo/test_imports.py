@@ -13,10 +13,11 @@ MAY_IMPORT = {
     "reference": BASE | {"models", "flywheel"},
     "streaming": BASE | {"models"},
     "prerouter": BASE | {"models", "streaming"},
-    "flywheel": BASE | {"models", "streaming", "prerouter", "policies", "specialists"},
+    "flywheel": BASE | {"models", "streaming", "prerouter"},
+    "studies": BASE | {"models", "streaming", "prerouter", "policies", "specialists", "flywheel"},
     "policies": {"errors"},
     "specialists": BASE | {"models", "policies"},
-    "lab": BASE | {"models", "reference", "streaming", "prerouter", "flywheel", "policies", "specialists"},
+    "lab": BASE | {"models", "reference", "streaming", "prerouter", "flywheel", "studies", "policies", "specialists"},
     "__init__": set(),
 }
 MAY_IMPORT["__main__"] = MAY_IMPORT["lab"] | {"lab"}

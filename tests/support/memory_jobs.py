@@ -19,7 +19,7 @@ def long_prompt(model, tokens, reserve, in_one_step):
     from moelab.models import without_torch
 
     without_torch()
-    from moelab.flywheel.streaming_memory import Watch
+    from moelab.studies.streaming_memory import Watch
 
     with Watch(0.01) as watch:
         import mlx.core as mx
@@ -44,8 +44,8 @@ def pack(model, out):
     from moelab.models import without_torch
 
     without_torch()
-    from moelab.flywheel.streaming_memory import Watch
     from moelab.streaming import write_pack
+    from moelab.studies.streaming_memory import Watch
 
     with Watch(0.01) as watch:
         before = watch.look()

@@ -7,9 +7,9 @@ import torch
 
 from moelab import models
 from moelab.errors import GeometryError
-from moelab.flywheel.resume import cut, layer_inputs
 from moelab.models.tiny import save
 from moelab.specialists.native import NativeLayer
+from moelab.studies.resume import cut, layer_inputs
 
 
 def own_losses(loaded, window):

@@ -8,12 +8,12 @@ from repository import ROOT
 from moelab import models
 from moelab.errors import ContractError
 from moelab.flywheel.capture import facts
-from moelab.flywheel.routing import Clock, Corpus, Part, RoutingOptions, _at_most
-from moelab.flywheel.routing_arms import ANCHOR, arms, executed, fit_head
-from moelab.flywheel.routing_study import _utility, study
 from moelab.flywheel.split import assign
 from moelab.models.tiny import save
 from moelab.specialists.native import NativeLayer
+from moelab.studies.routing import Clock, Corpus, Part, RoutingOptions, _at_most
+from moelab.studies.routing_arms import ANCHOR, arms, executed, fit_head
+from moelab.studies.routing_study import _utility, study
 from moelab.threads import read, render_sequences
 
 

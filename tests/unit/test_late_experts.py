@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from moelab import models
-from moelab.flywheel.late_experts import ARMS, PLACES, late_at, live, prefixes
-from moelab.flywheel.routing import Part
 from moelab.models.tiny import save
+from moelab.studies.late_experts import ARMS, PLACES, late_at, live, prefixes
+from moelab.studies.routing import Part
 
 
 def part(lengths, owners, seed=0):

@@ -10,13 +10,7 @@ from observations import RUNTIME, E, K, L, observation
 from moelab.artifacts import encode_tensors
 from moelab.errors import GeometryError, OwnershipError, RecordError
 from moelab.flywheel.observe import Authorisation, from_bytes, to_bytes
-from moelab.flywheel.proposals import (
-    ProposalHeader,
-    Proposals,
-    prefix_digest,
-    proposals_from_bytes,
-    proposals_to_bytes,
-)
+from moelab.flywheel.proposals import ProposalHeader, Proposals, prefix_digest, proposals_from_bytes, proposals_to_bytes
 
 CLEAN = observation().sealed()
 PLACES, LENGTHS, ACCEPTED = [4, 9], [3, 2], [2, 1]

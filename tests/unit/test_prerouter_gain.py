@@ -9,17 +9,17 @@ import prerouter_world as world
 import pytest
 
 from moelab.errors import ContractError, RecordError
-from moelab.flywheel import prerouter_gain as gain_study
-from moelab.flywheel import prerouter_report
-from moelab.flywheel import prerouter_rounds as rounds_study
-from moelab.flywheel.prerouter_arms import ARMS, Turn, feed, install, recorded
-from moelab.flywheel.prerouter_claims import claims, pairs_of
-from moelab.flywheel.prerouter_depth import Answer, Bench, gains, side_by_side, uses
-from moelab.flywheel.prerouter_gain import GainPlan, gain, texts_of
-from moelab.flywheel.prerouter_rounds import EVERYTHING, rows_of
 from moelab.prerouter import HeadIdentity, write_heads
 from moelab.streaming import EngineOptions, StreamingEngine
 from moelab.streaming.simulator import ISSUE
+from moelab.studies import prerouter_gain as gain_study
+from moelab.studies import prerouter_report
+from moelab.studies import prerouter_rounds as rounds_study
+from moelab.studies.prerouter_arms import ARMS, Turn, feed, install, recorded
+from moelab.studies.prerouter_claims import claims, pairs_of
+from moelab.studies.prerouter_depth import Answer, Bench, gains, side_by_side, uses
+from moelab.studies.prerouter_gain import GainPlan, gain, texts_of
+from moelab.studies.prerouter_rounds import EVERYTHING, rows_of
 
 PROMPT, TEXT = 4, 6  # prompt and text of a piece
 PLAN = GainPlan(

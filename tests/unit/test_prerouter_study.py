@@ -7,18 +7,18 @@ import pytest
 
 from moelab import artifacts
 from moelab.errors import ParameterError, RecordError
-from moelab.flywheel import prerouter_cost as cost
-from moelab.flywheel import prerouter_study
 from moelab.flywheel.baselines import BaselineOptions, Upstream
 from moelab.flywheel.batches import BatchShape
 from moelab.flywheel.evaluation import HeldOut
 from moelab.flywheel.head_recipe import HeadRecipe
 from moelab.flywheel.head_training import FILES, RANKS, heads_model
 from moelab.flywheel.metrics import ranks
-from moelab.flywheel.prerouter_agreement import HEADS, SET, _early, _rankings, agreement, lead_layers
-from moelab.flywheel.prerouter_steps import Arm, Steps
-from moelab.flywheel.prerouter_verdict import sentences
+from moelab.prerouter.steps import Arm, Steps
 from moelab.routes import DECODED
+from moelab.studies import prerouter_cost as cost
+from moelab.studies import prerouter_study
+from moelab.studies.prerouter_agreement import HEADS, SET, _early, _rankings, agreement, lead_layers
+from moelab.studies.prerouter_verdict import sentences
 
 RECIPE = HeadRecipe(
     hidden=16, rank=8, epochs=2, shared_epochs=2, batch=128, overfit_tokens=12, overfit_epochs=80, overfit_recall=0.9

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from moelab.flywheel.prerouter_verdict import SMALLEST, choose, free, sentences
+from moelab.studies.prerouter_verdict import SMALLEST, choose, free, sentences
 
 
 def estimate(value, se=0.001):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from moelab.flywheel.simulation import SimulationOptions, first_sequences, issue_points, study
 from moelab.routes import DECODED, PREFILLED, Routes
+from moelab.studies.simulation import SimulationOptions, first_sequences, issue_points, study
 
 LAYERS, TOP_K, EXPERTS = 4, 2, 16
 

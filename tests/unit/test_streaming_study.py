@@ -5,13 +5,13 @@ import pytest
 
 from moelab import models
 from moelab.errors import ContractError, ParameterError, RecordError, StoreError
-from moelab.flywheel import streaming_claims, streaming_reads, streaming_study
 from moelab.flywheel.residency import Visits, replay
-from moelab.flywheel.streaming_study import StreamingOptions
 from moelab.models import tiny
 from moelab.routes import DECODED, PREFILLED, Routes
 from moelab.streaming import Passes, open_store, write_pack
 from moelab.streaming.pack import PackSource
+from moelab.studies import streaming_claims, streaming_reads, streaming_study
+from moelab.studies.streaming_study import StreamingOptions
 
 OPTIONS = StreamingOptions(
     prompt=12, tokens=10, made_up_mb=[1], reads=12, read_repeats=2, disk_seconds=0.01, budgets=[0.3, 0.6],
@@ -71,7 +71,7 @@ def test_every_answer_is_equal_to_the_last_bit(figures):
 
 
 def test_a_wrong_token_would_be_seen(loaded):
-    from moelab.flywheel.streaming_equality import _compared, resident_tokens
+    from moelab.studies.streaming_equality import _compared, resident_tokens
 
     want = resident_tokens(loaded, PROMPTS[0], 4)
     logits = want[1].copy()
@@ -230,7 +230,7 @@ def test_a_claim_without_evidence_is_neither_held_nor_broken(figures):
 
 
 def test_an_arm_that_changes_the_answer_is_refused(loaded, monkeypatch):
-    from moelab.flywheel import streaming_overlap
+    from moelab.studies import streaming_overlap
 
     real = streaming_overlap.answer
 

@@ -9,10 +9,10 @@ from moelab import models
 
 models.activate("reference")
 
-from moelab.flywheel.streaming_timing import judged  # noqa: E402
 from moelab.models import stand_in  # noqa: E402
 from moelab.streaming import EngineOptions, StreamingEngine, VirtualDevice, open_store  # noqa: E402
 from moelab.streaming.validation import RecordedDevice, record, resimulate  # noqa: E402
+from moelab.studies.streaming_timing import judged  # noqa: E402
 
 
 def overlap_row(arm, ratio, share, difference):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from ...flywheel.prerouter_verdict import sentences
+from ...studies.prerouter_verdict import sentences
 
 Figures = Mapping[str, Mapping[str, Any]]
 KB, MS = 1e-3, 1e3

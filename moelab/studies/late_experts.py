@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UnsupportedModelError
+from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
 from ..routes import DECODED, PREFILLED
-from .estimates import Estimate, clustered_mean, paired_difference
 
 if TYPE_CHECKING:
     from ..models import LoadedModel

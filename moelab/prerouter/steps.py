@@ -1,4 +1,4 @@
-"""Ways of using predictions, and what happened under them: what `prerouter_lockstep` is asked and what it tells.
+"""Ways of using predictions, and what happened under them: what `lockstep` is asked and what it tells.
 
 Shapes: A arms, n texts, T tokens, L MoE layers.
 """
@@ -33,7 +33,7 @@ class Arm:
     native_history: bool = False
 
     def __post_init__(self):
-        from ..prerouter.modes import MODES  # which needs mlx
+        from .modes import MODES  # which needs mlx
 
         if self.mode not in MODES:
             raise ParameterError("no such mode", field="mode", got=self.mode, expected=MODES)

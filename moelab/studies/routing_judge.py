@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..flywheel.ceiling import SYSTEMS
+from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
+from ..flywheel.residency import Visits, replay
 from ..policies import degrade
 from ..specialists.availability import available_by_token
 from ..specialists.native import NativeTokens
-from .ceiling import SYSTEMS
-from .estimates import Estimate, clustered_mean, paired_difference
-from .residency import Visits, replay
 from .resume import LayerInputs
 from .routing import Clock, Part, RoutingOptions
 from .routing_arms import NATIVE, Arm, executed

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from ..flywheel.head_recipe import tier_of
 from ..prerouter import Prerouter, install_prerouter, read_heads
 from ..routes import DECODED, PREFILLED
 from ..streaming.prefetch import Prefetcher
-from .head_recipe import tier_of
 from .prerouter_depth import Answer
 from .streaming_answer import Recorder
 

@@ -1,6 +1,6 @@
 """Where does prefill equal decode? Every family, every precision, both BLAS libraries, one honest table.
 
-    python -m moelab.flywheel.parity_table reports/committed/parity_table.json
+    python -m moelab.studies.parity_table reports/committed/parity_table.json
 
 Each cell decodes the same random tokens twice on a tiny random model of the family: once with the cache, one
 at a time, and once as a single prefill, and compares the routes of the decoded rows. MLA switches to another

@@ -4,7 +4,7 @@ Heads are those of notebook 41. `prerouter_agreement` holds them against everyth
 model on their predictions; a few tokens of every mode also go through the streaming engine, so that the study's batches
 are seen to be what the engine does.
 
-    python -m moelab.flywheel.prerouter_study reference OUT.json     more thresholds, other K and single layers on all
+    python -m moelab.studies.prerouter_study reference OUT.json     more thresholds, other K and single layers on all
                                                                      texts: what the default of installation rests on
 """
 
@@ -21,16 +21,16 @@ import numpy as np
 
 from .. import artifacts, models
 from ..errors import ParameterError
+from ..flywheel import stage
+from ..flywheel.baselines import BaselineOptions, Upstream, upstream
+from ..flywheel.batches import BatchShape
+from ..flywheel.engine import opened
+from ..flywheel.head_recipe import tier_of
+from ..flywheel.head_training import FILES, train_heads
+from ..flywheel.observations import Records
+from ..flywheel.snapshot import Dataset
 from ..params import Options, param
-from . import stage
-from .baselines import BaselineOptions, Upstream, upstream
-from .batches import BatchShape
-from .engine import opened
-from .head_recipe import tier_of
-from .head_training import FILES, train_heads
-from .observations import Records
 from .routing import Clock
-from .snapshot import Dataset
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
@@ -244,7 +244,7 @@ def report(found: dict[str, dict[str, Any]], profile: str, out: str | Path) -> N
     """Write what `REPORTED` names, with the command and the date."""
     head = {
         "schema_version": 1,
-        "command": f"python -m moelab.flywheel.prerouter_study {profile} OUT.json",
+        "command": f"python -m moelab.studies.prerouter_study {profile} OUT.json",
         "date": datetime.date.today().isoformat(),
     }
     part = {model: {name: figures[name] for name in REPORTED} for model, figures in found.items()}

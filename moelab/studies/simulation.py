@@ -22,6 +22,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import artifacts, models
+from ..flywheel import stage
+from ..flywheel.breakeven import break_even
+from ..flywheel.capture import CaptureOptions, capture
+from ..flywheel.ceiling import SYSTEMS, routes_of
+from ..flywheel.engine import opened
+from ..flywheel.foresight import Opt
+from ..flywheel.observations import Records
+from ..flywheel.residency import Visits, replay
 from ..params import Options, param
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming import eviction
@@ -32,14 +40,6 @@ from ..streaming.passes import Passes
 from ..streaming.schedule import Scheduler
 from ..streaming.simulation import Simulation, share_of_possible
 from ..streaming.simulator import ISSUE, simulate
-from . import stage
-from .breakeven import break_even
-from .capture import CaptureOptions, capture
-from .ceiling import SYSTEMS, routes_of
-from .engine import opened
-from .foresight import Opt
-from .observations import Records
-from .residency import Visits, replay
 
 RESULT = "simulation.json"
 FIGURES_VERSION = 1

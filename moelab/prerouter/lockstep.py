@@ -28,11 +28,11 @@ from mlx_lm.models.cache import KVCache
 
 from ..errors import ContractError, GeometryError, ParameterError, UnsupportedModelError
 from ..models.native import select
-from ..prerouter.heads import HeadBank
-from ..prerouter.hooks import BlockParts, attach, detach
-from ..prerouter.modes import true_weights
-from ..prerouter.spec import Wiring
-from .prerouter_steps import OWN, Arm, Steps
+from .heads import HeadBank
+from .hooks import BlockParts, attach, detach
+from .modes import true_weights
+from .spec import Wiring
+from .steps import OWN, Arm, Steps
 
 if TYPE_CHECKING:
     from ..models import LoadedModel

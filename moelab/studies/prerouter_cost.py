@@ -1,6 +1,6 @@
 """What it costs to route by prediction: loss and greedy agreement against the native model on the same text.
 
-Validation owners' recorded texts are run again in lock step (`prerouter_lockstep`), natively and under every way of
+Validation owners' recorded texts are run again in lock step (`prerouter.lockstep`), natively and under every way of
 using predictions; each difference is paired token by token, with standard errors by thread. Counted are decoded passes
 whose next token was decoded too: a pass that ends an answer says nothing about the question that follows.
 
@@ -23,9 +23,9 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RecordError
-from .estimates import Estimate, clustered_mean, paired_difference
-from .prerouter_lockstep import Lockstep
-from .prerouter_steps import OWN, Arm, Steps
+from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
+from ..prerouter.lockstep import Lockstep
+from ..prerouter.steps import OWN, Arm, Steps
 
 if TYPE_CHECKING:
     from ..models import LoadedModel

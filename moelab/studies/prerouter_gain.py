@@ -27,14 +27,14 @@ import numpy as np
 
 from .. import artifacts, models
 from ..errors import ContractError, RecordError
+from ..flywheel import stage
+from ..flywheel.capture import CaptureOptions, capture
+from ..flywheel.ceiling import SYSTEMS
+from ..flywheel.engine import opened
+from ..flywheel.head_training import FILES, train_heads
+from ..flywheel.observations import Records
 from ..prerouter.files import find_weights
 from ..streaming.eviction import DEFAULT
-from . import stage
-from .capture import CaptureOptions, capture
-from .ceiling import SYSTEMS
-from .engine import opened
-from .head_training import FILES, train_heads
-from .observations import Records
 from .prerouter_claims import claims
 from .prerouter_depth import Bench, gains, side_by_side, uses
 from .prerouter_study import PrerouterOptions

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import GeometryError
-from .batches import batches
+from ..flywheel.batches import batches
 
 if TYPE_CHECKING:
     from ..models import LoadedModel

@@ -26,14 +26,14 @@ import numpy as np
 
 from ..disk import device_bytes
 from ..errors import StoreError
+from ..flywheel.estimates import clustered_mean, paired_difference
+from ..flywheel.foresight import Opt
+from ..flywheel.residency import Visits, replay
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming import Cache, ExpertStore, Passes, open_store, policy
 from ..streaming.layout import PAGE, ExpertLayout, TensorSpec, aligned
 from ..streaming.plan import plan_reads
 from ..streaming.store import Source
-from .estimates import clustered_mean, paired_difference
-from .foresight import Opt
-from .residency import Visits, replay
 
 __all__ = ["MadeUp", "RawProbe", "amplification", "cached", "replay_through", "throughput"]
 

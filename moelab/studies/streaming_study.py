@@ -21,14 +21,14 @@ import numpy as np
 
 from .. import artifacts, disk, models
 from ..errors import ParameterError, RecordError
+from ..flywheel import stage
+from ..flywheel.capture import CaptureOptions, capture
+from ..flywheel.ceiling import routes_of
+from ..flywheel.observations import Records
 from ..models.runtime import active_blas
 from ..params import Options, param
 from ..routes import DECODED, Routes
 from ..streaming import eviction
-from . import stage
-from .capture import CaptureOptions, capture
-from .ceiling import routes_of
-from .observations import Records
 from .streaming_claims import claims
 from .streaming_memory import idle_memory, peak_memory
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import artifacts, models
+from ..flywheel import stage
+from ..flywheel.capture import CaptureOptions, capture
+from ..flywheel.engine import opened
+from ..flywheel.observations import Records
 from ..streaming.device import VirtualDevice
 from ..streaming.oracle import Oracle
 from ..streaming.passes import Passes
-from . import stage
-from .capture import CaptureOptions, capture
-from .engine import opened
-from .observations import Records
 from .simulation import SimulationOptions
 
 if TYPE_CHECKING:

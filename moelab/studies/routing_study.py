@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from .. import models
+from ..flywheel.estimates import clustered_mean
 from ..specialists.calibrate import by_score, fit_calibration
 from ..specialists.native import NativeLayer, NativeTokens
-from .estimates import clustered_mean
 from .resume import LayerInputs
 from .routing import Clock, Corpus, Part, RoutingOptions
 from .routing_arms import arms, executed, fit_head

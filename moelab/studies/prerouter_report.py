@@ -1,6 +1,6 @@
 """The committed figures of what a prerouter buys: the whole grid, on a machine that does nothing else meanwhile.
 
-python -m moelab.flywheel.prerouter_report reference     about ten minutes a model
+python -m moelab.studies.prerouter_report reference     about ten minutes a model
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from .. import artifacts, models
 from ..artifacts import Artifact
-from .capture import CaptureOptions, capture
+from ..flywheel.capture import CaptureOptions, capture
 
 REPORT = Path("reports/committed/prerouter_gain.json")
-COMMAND = "python -m moelab.flywheel.prerouter_report reference"
+COMMAND = "python -m moelab.studies.prerouter_report reference"
 
 
 def committed() -> dict[str, Any] | None:

@@ -27,14 +27,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import artifacts, models
+from ..flywheel import stage
+from ..flywheel.capture import facts, living
+from ..flywheel.ceiling import SYSTEMS
+from ..flywheel.split import assign
+from ..flywheel.vault import Vault
 from ..params import Options, param
 from ..threads import read, render_sequences
-from . import stage
-from .capture import facts, living
-from .ceiling import SYSTEMS
 from .resume import LayerInputs, cut, layer_inputs
-from .split import assign
-from .vault import Vault
 
 RESULT = "routing.json"
 FIGURES_VERSION = 9

@@ -25,19 +25,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..artifacts import Artifact
+from ..flywheel.batches import BatchShape
+from ..flywheel.controls import PreviousToken
+from ..flywheel.cooccurrence import CoOccurrence
+from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
+from ..flywheel.evaluation import HeldOut
+from ..flywheel.examples import ARMS, early_gate, regenerate
+from ..flywheel.head_examples import HORIZON, consumers, head_rows, on_layers
+from ..flywheel.head_recipe import tier_of
+from ..flywheel.head_training import FILES
+from ..flywheel.metrics import ranks
+from ..flywheel.observations import Records
+from ..flywheel.snapshot import Dataset
 from ..prerouter import TorchHeads, read_heads
-from .batches import BatchShape
-from .controls import PreviousToken
-from .cooccurrence import CoOccurrence
-from .estimates import Estimate, clustered_mean, paired_difference
-from .evaluation import HeldOut
-from .examples import ARMS, early_gate, regenerate
-from .head_examples import HORIZON, consumers, head_rows, on_layers
-from .head_recipe import tier_of
-from .head_training import FILES
-from .metrics import ranks
-from .observations import Records
-from .snapshot import Dataset
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
