@@ -82,7 +82,7 @@ class GainPlan:
 
 
 QUIET = GainPlan(
-    cycles=(0.5, 1.5, 3.0), ratios=(0.5, 1.0, 2.0), systems=tuple(SYSTEMS), texts=7, tokens=16, simulated=24
+    cycles=(0.5, 1.5, 3.0), ratios=(0.5, 1.0, 2.0), systems=tuple(SYSTEMS), texts=5, tokens=16, simulated=24
 )
 """The whole grid, for a machine that does nothing else meanwhile."""
 
