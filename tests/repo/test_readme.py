@@ -106,3 +106,33 @@ def test_on_policy_figures_quoted_are_those_of_the_run():
         row, loss = (found[model, f"{metric} less teacher-forced"] for metric in ("recall", "loss"))
         assert f"{row['value']:+.3f} ± {row['se']:.3f}".replace("0.", ".") in text
         assert abs(loss["value"]) < 2 * loss["se"]
+
+
+def test_times_quoted_are_those_of_the_run():
+    run = json.loads((ROOT / "reports" / "committed" / "timing.json").read_text())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert run["date"] in readme and f"`{run['command']}`" in readme
+
+    def best(model):
+        rows = [r for r in run["models"][model]["overlap"]["rows"] if r["arm"].startswith("in_forward")]
+        return [f"{max(r['share'] for r in rows if r['ratio'] == ratio):.2f}" for ratio in (0.5, 1.0, 2.0)]
+
+    measured = [
+        (claim["claim"], claim["measured"], claim["holds"])
+        for claim in run["claims"] if claim["claim"].endswith("measured")
+    ]  # fmt: skip
+    assert all(holds for _, _, holds in measured)
+    assert "wins {}, {} and {} of the possible".format(*(f"{value:.2f}" for _, value, _ in measured)) in readme
+    assert "{}, {}, {} and {}, {}, {} of the possible".format(*best("softmax"), *best("sigmoid")) in readme
+    rates = [row["ratio"] for row in run["models"]["stand-in"]["throughput"]]
+    assert f"at {rates[0]:.2f} of a raw probe one at a time and at {rates[1]:.2f} four at a time" in readme
+    check = run["models"]["stand-in"]["check"]
+    off = {store: max(abs(r["ratio"] - 1) for r in check if r["store"] == store) for store in ("declared", "this disk")}
+    assert (
+        f"within {off['declared']:.0%}".replace("%", " %") in readme
+        and f"{off['this disk']:.0%}".replace("%", " %") in readme
+    )
+    missed = [claim for claim in run["claims"] if not claim["holds"]]
+    assert len(missed) == 2
+    assert f"{100 * missed[1]['measured']:.1f} points off" in readme
+    assert f"the worst is {missed[0]['measured']:.0%}".replace("%", " %") in readme
