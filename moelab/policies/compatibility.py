@@ -20,6 +20,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, groupby, pairwise
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -79,6 +80,11 @@ class CompatibilityIndex:
                 covered.update(combinations(clique, 2))
                 found.append(tuple(clique))
         return tuple(sorted(found, key=len))
+
+    @cached_property
+    def members(self) -> tuple[itemgetter, ...]:
+        """`[C]` what takes a clique's own out of a list of N."""
+        return tuple(itemgetter(*clique) for clique in self.cliques)
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
@@ -142,8 +148,8 @@ class CompatibilityTop2Selection(Selection):
 
     def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
         best, found = 0.0, (0, 0)
-        for clique in self.index.cliques:
-            scores = [row[i] for i in clique]
+        for clique, members in zip(self.index.cliques, self.index.members, strict=True):
+            scores = list(members(row))  # a clique has two at least
             first = max(scores)
             i = scores.index(first)
             scores[i] = -math.inf

@@ -29,7 +29,7 @@ from torch import Tensor
 from moelab.errors import PolicyError
 from moelab.policies._validate import check_choice, check_count, check_finite, check_sequence, check_tensor
 from moelab.policies.decisions import Decision, TopKDecision, rank, with_anchor
-from moelab.policies.selection import AnchoredTop1Selection, AnchorVetoTop2Selection, Selection
+from moelab.policies.selection import AnchoredTop1Selection, AnchorVetoTop2Selection, RankedSelection, Selection
 
 EVIDENCE = ("given", "max", "logsumexp")
 
@@ -89,7 +89,7 @@ class HierarchicalSelection(Selection):
         self.check_packages(scores, package_scores)
         if row is not None:
             package, chosen = self.choose_both(scores.detach(), row, package_scores)
-            package = torch.tensor([[package]], device=scores.device)
+            package = torch.full((1, 1), package, device=scores.device)
             return self.decide_one(scores, row, chosen, expert_ids, package_indices=package)
         bank = with_anchor(scores)
         package = rank(with_anchor(self.evidence(scores.detach(), package_scores)), 1).squeeze(-1)
@@ -104,10 +104,12 @@ class HierarchicalSelection(Selection):
         else:
             evidence = self.evidence(scores, package_scores).flatten().tolist()
         (package,) = AnchoredTop1Selection().choose_one(evidence, scores.dtype)
+        first, stop = self.bounds[package - 1 : package + 1] if package else (0, 0)
+        if isinstance(self.local, RankedSelection):  # it knows no specialist by position
+            chosen = self.local.choose_one(row[first:stop], scores.dtype)
+            return package, [first + k if k else 0 for k in chosen]
         inside = [-math.inf] * len(row)
-        if package:
-            own = slice(*self.bounds[package - 1 : package + 1])
-            inside[own] = row[own]
+        inside[first:stop] = row[first:stop]
         return package, self.local.choose_one(inside, scores.dtype)
 
     def check_experts(self, expert_ids: tuple[str, ...]) -> None:

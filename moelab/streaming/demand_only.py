@@ -28,7 +28,7 @@ class DemandOnlyMemory(SimulatedMemory):
                 )
             idle = number < self.most
             at, late = (self.now, self.start_s) if idle else (done[number - self.most], 0.0)
-            done.append(device.book(at, size)[1] + self.wake_s + late)
+            done.append(device.book(at, size)[1] + next(self.wake) + late)
         self.books.demand += size * len(missing)
         self._asked = self.now
         return hits

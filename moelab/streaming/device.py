@@ -133,13 +133,14 @@ class Throttle:
 
     Attributes:
         reads, late: reads so far, and those that the true disk finished too late.
-        virtual_s: of all reads, seconds from their booking to their virtual end.
+        virtual_s: of each read, seconds from its booking to its virtual end, in the order of booking.
         overslept_s: of all reads, seconds from the virtual end to when the reading thread really went on.
     """
 
     def __init__(self, device: VirtualDevice, *, spin_s: float = 25e-6, clock: Callable[[], float] = time.perf_counter):
         self.device, self.spin_s = device, spin_s
-        self.reads, self.late, self.virtual_s, self.overslept_s = 0, 0, 0.0, 0.0
+        self.reads, self.late, self.overslept_s = 0, 0, 0.0
+        self.virtual_s: list[float] = []
         self._clock, self._lock = clock, threading.Lock()
 
     @contextmanager
@@ -148,13 +149,13 @@ class Throttle:
         with self._lock:  # the clock is read inside, so that bookings are in the order of time
             now = self._clock()
             _, done = self.device.book(now, nbytes)
+            self.virtual_s.append(done - now)
         yield
         late = self._clock() > done
         self.wait(done)
         with self._lock:
             self.reads += 1
             self.late += late
-            self.virtual_s += done - now
             self.overslept_s += self._clock() - done
 
     def wait(self, until: float) -> None:

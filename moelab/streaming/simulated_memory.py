@@ -10,6 +10,7 @@ yet, what a prefetch displaced, and what arrived after it was asked for.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import ContractError
@@ -44,7 +45,7 @@ class SimulatedMemory:
         experts: E.
         threads: readers.
         asking_reads: one more read in flight while the asking thread waits, for demand only.
-        wake_s: from the device's end of a read until its thread goes on.
+        wake_s: from the device's end of a read until its thread goes on; of several, each read has the next in turn.
         start_s: from a wish until an idle reader begins on it.
 
     Attributes:
@@ -66,10 +67,11 @@ class SimulatedMemory:
         experts: int,
         threads: int,
         asking_reads: bool = False,
-        wake_s: float = 0.0,
+        wake_s: float | Sequence[float] = 0.0,
         start_s: float = 0.0,
     ):
-        self.wake_s, self.start_s = wake_s, start_s
+        wakes = [wake_s] if isinstance(wake_s, (int, float)) else list(wake_s)
+        self.wake, self.start_s, self._mean_wake_s = itertools.cycle(wakes), start_s, sum(wakes) / len(wakes)
         self.cache, self.scheduler, self.device = cache, scheduler, device
         self.nbytes, self.experts = [int(n) for n in nbytes], experts
         self.asking_reads, self.most = asking_reads, threads + asking_reads
@@ -172,7 +174,7 @@ class SimulatedMemory:
             device, done = self.device.idle_copy(), []
             for read in range(count):
                 at = done[read - self.most] if read >= self.most else 0.0
-                done.append(device.book(at, self.nbytes[layer])[1] + self.wake_s)
+                done.append(device.book(at, self.nbytes[layer])[1] + self._mean_wake_s)
             self._alone[layer, count] = done[-1]
         return self._alone[layer, count]
 
@@ -206,7 +208,7 @@ class SimulatedMemory:
     def _book(self, ticket: Ticket, *, mine: bool, late: float = 0.0) -> None:
         _, done = self.device.book(self.now, ticket.nbytes)
         self._order += 1
-        heapq.heappush(self._flying, (done + self.wake_s + late, self._order, ticket, mine))
+        heapq.heappush(self._flying, (done + next(self.wake) + late, self._order, ticket, mine))
         if ticket.priority == P0:
             self.books.demand += ticket.nbytes
             self._started[ticket.key] = self.now

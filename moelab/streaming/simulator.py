@@ -69,7 +69,7 @@ def simulate(
     boundary_s: np.ndarray | float = 0.0,
     threads: int = 4,
     asking_reads: bool = False,
-    wake_s: float = 0.0,
+    wake_s: float | Sequence[float] = 0.0,
     start_s: float = 0.0,
     predictor: Callable[[int, int], Sequence[Candidate] | None] | None = None,
     predict_s: float = 0.0,
@@ -94,7 +94,7 @@ def simulate(
         threads: reads in flight at most.
         asking_reads: the waiting thread reads a miss itself, as `ExpertMemory` does: one more in flight then.
         wake_s: from the end of a read on the device until the thread that waited for it goes on: what a busy machine
-            and the interpreter add to every read.
+            and the interpreter add to every read. Of several numbers, each read has the next in turn.
         start_s: from a wish until an idle reader begins on it; the asking thread begins at once.
         predictor: asked for every visit (see `oracle`); None = no prediction. What it says of a prompt is not used.
         predict_s: compute of one prediction.
@@ -126,7 +126,8 @@ def simulate(
         ("before", before, 0 <= before <= 1, "0 to 1"),
         ("sync_s", sync_s, sync_s >= 0, ">= 0"),
         ("boundary_s", boundary.min(), (boundary >= 0).all(), ">= 0"),
-        ("wake_s, start_s", (wake_s, start_s), min(wake_s, start_s) >= 0, ">= 0"),
+        ("wake_s", wake_s, np.size(wake_s) > 0 and np.min(wake_s) >= 0, ">= 0"),
+        ("start_s", start_s, start_s >= 0, ">= 0"),
         ("predict_s", predict_s, predict_s >= 0, ">= 0"),
         ("threads", threads, threads >= 1, ">= 1"),
         ("prefetcher", prefetcher, prefetcher is None or predictor is not None, "a predictor to serve"),

@@ -88,9 +88,9 @@ class ExpertStore:
         return {**self._source.identity(), "reader": self._reader.kind, "throttle": throttle}
 
     @property
-    def virtual_s(self) -> float:
-        """Sum of what reads took on the declared device; 0 without one."""
-        return self._throttle.virtual_s if self._throttle else 0.0
+    def virtual_s(self) -> list[float]:
+        """Seconds that each read so far took on the declared device; empty without one."""
+        return self._throttle.virtual_s if self._throttle else []
 
     @property
     def overslept_s(self) -> float:

@@ -54,7 +54,7 @@ class Recording:
         read_bytes: bytes of the experts that were read.
         physical_ratio: bytes asked of the device ÷ those; 1 where none was read.
         reads: `f64[reads]`, seconds of every read, in the order in which they were begun.
-        wake_s: mean seconds that a read took beside its time on a declared device: on its way there, and until its
+        wake_s: `f64[reads]`, seconds of these beside the time on a declared device: on the way there, and until the
             thread went on; 0 where this machine's own disk was read.
         start_s: median seconds from a wish that found every reader idle until one began on it.
     """
@@ -69,7 +69,7 @@ class Recording:
     read_bytes: int
     physical_ratio: float
     reads: np.ndarray
-    wake_s: float = 0.0
+    wake_s: np.ndarray
     start_s: float = 0.0
 
     @property
@@ -124,7 +124,7 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
             expected=f"1 to {engine.options.prefill_step_size}, >= 1",
         )  # fmt: skip
     store, layers, routes = engine.store, engine.store.layers, _Routes()
-    before = store.payload_bytes, store.physical_bytes, store.virtual_s
+    before = store.payload_bytes, store.physical_bytes, len(store.virtual_s)
     engine.reset()
     engine.forward.timeline.clear()
     reads: list[tuple[float, float, float]] = []  # begun, ended, wished
@@ -144,7 +144,8 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
     line = {name: column.reshape(-1, layers) for name, column in engine.forward.timeline.arrays().items()}
     head = line["issue"][:, :1] - np.array(started)[:, None]
     payload, physical = store.payload_bytes - before[0], store.physical_bytes - before[1]
-    virtual = store.virtual_s - before[2]
+    virtual = np.array(store.virtual_s[before[2] :])
+    took = np.array([ended - begun for begun, ended, _ in sorted(reads)])
     ids = [np.stack(routes.seen[at : at + layers], 1) for at in range(0, len(routes.seen), layers)]
     return Recording(
         ids=np.concatenate(ids),
@@ -156,8 +157,8 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
         missing=line["missing"],
         read_bytes=payload,
         physical_ratio=physical / payload if payload else 1.0,
-        reads=np.array([ended - begun for begun, ended, _ in sorted(reads)]),
-        wake_s=max(sum(ended - begun for begun, ended, _ in reads) - virtual, 0.0) / len(reads) if virtual else 0.0,
+        reads=took,
+        wake_s=np.maximum(took - virtual, 0.0) if len(virtual) else np.zeros(len(took)),
         start_s=_start_s(sorted(reads)),
     )
 
@@ -183,6 +184,10 @@ def resimulate(
     compute_s, tail_s = recording.compute_s, recording.tail_s
     if times is not None:
         compute_s, tail_s = np.median(times.compute_s[1:], 0), np.median(times.tail_s[1:])
+    # How late threads go on scatters widely, and races depend on it: the run's own lateness, shuffled.
+    wakes = np.random.default_rng(0).permutation(recording.wake_s)
+    if isinstance(device, RecordedDevice) or not len(wakes):
+        wakes = 0.0
     sizes = [engine.store.nbytes(layer) for layer in range(engine.store.layers)]
     return simulate(
         passes,
@@ -208,7 +213,7 @@ def resimulate(
         threads=engine.options.threads,
         asking_reads=True,
         start_s=recording.start_s,
-        wake_s=0.0 if isinstance(device, RecordedDevice) else recording.wake_s,
+        wake_s=wakes,
         predictor=None if predictor is None else lambda step, layer: predictor(step - 1, layer) if step else None,
         issue=issue,
     )

@@ -51,7 +51,7 @@ def cases(draw):
         asking_reads=draw(st.booleans()),
         predicted=draw(st.none() | st.tuples(st.floats(0, 1), st.floats(0.2, 1), st.integers(1, 6))),
         predict_s=draw(st.sampled_from([0.0, 0.05])),
-        wake_s=draw(st.sampled_from([0.0, 0.01])),
+        wake_s=draw(st.sampled_from([0.0, 0.01, (0.0, 0.3, 0.01)])),
         start_s=draw(st.sampled_from([0.0, 0.02])),
         issue=draw(st.sampled_from(ISSUE)),
         patience=draw(st.sampled_from([0.0, 1.0])),

@@ -83,6 +83,8 @@ def test_what_threads_take_is_added_to_every_read_by_hand(event_loop):
     # Two readers begin half a second late and end a quarter late: 2.75 and 4.75. The third read is begun at 2.75 by
     # the first, which is awake; the link has it from 4 to 6.
     assert run(one, **plain, wake_s=0.25, start_s=0.5).exposed.tolist() == [[6.25]]
+    # Of several latenesses each read has the next: 2.25, 4.5 and, begun at 2.25, 6.25.
+    assert run(one, **plain, wake_s=[0.25, 0.5]).exposed.tolist() == [[6.25]]
     # A single read has both.
     single = Passes.of(np.array([[[0]]], np.uint16), experts=4)
     assert run(single, **plain, wake_s=0.25, start_s=0.5).exposed.tolist() == [[2.75]]
