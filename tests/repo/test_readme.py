@@ -136,3 +136,24 @@ def test_times_quoted_are_those_of_the_run():
     assert len(missed) == 2
     assert f"{100 * missed[1]['measured']:.1f} points off" in readme
     assert f"the worst is {missed[0]['measured']:.0%}".replace("%", " %") in readme
+
+
+def test_what_a_prerouter_buys_is_as_measured():
+    run = json.loads((ROOT / "reports" / "committed" / "prerouter_gain.json").read_text())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert run["date"] in readme and f"`{run['command']}`" in readme
+    waits, faster, right = [], [], []
+    for model in ("softmax", "sigmoid"):
+        found = run["models"][model]
+        claims = {claim["claim"]: claim for claim in found["claims"]}
+        overlap = claims["heads: in_forward waits less than step_boundary by more than the spread, at equal bytes"]
+        waits.append(" of ".join(re.match(r"(\d+) of (\d+)", overlap["spread"]).groups()))
+        cells = len({(row["cycles"], row["ratio"]) for row in found["rows"]})
+        faster.append(
+            f"{claims['heads, in_forward: faster than off in every cell']['measured'] * cells:.0f} of {cells}"
+        )
+        (row,) = [r for r in found["rows"] if r["arm"] == "perfect, in_forward" and (r["ratio"] or 0) > 3]
+        right.append(f"{row['share']:.2f}")
+    assert f"in {waits[0]} and {waits[1]} cells" in readme
+    assert f"in {faster[0]} cells and in {faster[1]}" in readme
+    assert f"would win {right[0]} and {right[1]} of the possible" in readme
