@@ -19,7 +19,7 @@ Source: edge0, prerouter; AFN-021, "Train three things separately".
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -267,4 +267,8 @@ def main(profile: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Train both forms of prerouter heads and put them beside each model.")
+    parser.add_argument("profile", help="tiny or reference")
+    parser.add_argument("models", nargs="*", help="names or paths; the embedded models by default")
+    given = parser.parse_args()
+    main(given.profile, *given.models)

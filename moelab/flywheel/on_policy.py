@@ -18,8 +18,8 @@ are fitted again on the temporal holdout, on the states that each was trained fo
 
 from __future__ import annotations
 
+import argparse
 import datetime
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -230,4 +230,8 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description="Go on training heads on the states that their own predictions make.")
+    parser.add_argument("profile", help="tiny or reference")
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    given = parser.parse_args()
+    main(given.profile, given.out)

@@ -58,6 +58,8 @@ def run(
     overrides = {key: value for key, value in overrides.items() if value is not None}
     if workers is not None and workers < 1:
         raise ParameterError("no notebook would run", field="workers", got=workers, expected=">= 1")
+    if name is not None and (Path(name).name != name or name in (".", "..")):
+        raise ParameterError("a report is a folder in reports/", field="name", got=name, expected="a name, no path")
     jobs = plan(profile, overrides, only=only, folder=folder, dag=dag)
     target = into or artifacts.root() / "reports" / (name or profile)
     target.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ def check_mode(mode: str, *, threshold: float, calibrated: bool) -> None:
     """Raises ParameterError: no such mode or threshold, or `gated` on heads that are not calibrated."""
     if mode not in MODES:
         raise ParameterError("no such mode", field="mode", got=mode, expected=MODES)
-    if not 0 <= threshold <= 1:
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
         raise ParameterError("not a probability", field="threshold", got=threshold, expected="in [0, 1]")
     if mode == "gated" and not calibrated:
         raise ParameterError(

@@ -42,7 +42,7 @@ from .prerouter_study import PrerouterOptions
 __all__ = ["GainPlan", "QUIET", "committed_model", "gain", "prerouter_gains", "texts_of"]
 
 RESULT = "gain.json"
-FIGURES_VERSION = 1
+FIGURES_VERSION = 2
 """Raise when `gain` writes other figures, so that older artefacts are not taken for these."""
 
 

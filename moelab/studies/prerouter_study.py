@@ -10,8 +10,8 @@ are seen to be what the engine does.
 
 from __future__ import annotations
 
+import argparse
 import datetime
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +69,14 @@ class PrerouterOptions(Options):
 
 def modes(options: PrerouterOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
     """Model → figures: `agreement`, `modes`, `drift`, `past`, `position`, `top_k`, `depth`, `own`, `engine`, `texts`,
-    and `seconds` of processor time."""
+    and `seconds` of processor time. Raises ParameterError: a prompt as long as its text."""
+    if options.prompt >= options.context:
+        raise ParameterError(
+            "an answer begins inside its text",
+            field="prompt",
+            got=options.prompt,
+            expected=f"< {options.context}",
+        )
     before, judged_as = upstream(options), options.upstream(BaselineOptions)
     heads = train_heads(options)
     jobs = {m: {"before": before[m], "heads": heads[m], "judged_as": judged_as} for m in options.models}
@@ -251,5 +258,13 @@ def report(found: dict[str, dict[str, Any]], profile: str, out: str | Path) -> N
     artifacts.write_json(Path(out), head | {"models": part})
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Notebook 81 with more thresholds, K and texts.")
+    parser.add_argument("profile", help="of the recorded decode and heads: tiny or reference")
+    parser.add_argument("out", type=Path, help="JSON file to write")
+    given = parser.parse_args()
+    report(modes(PrerouterOptions.from_profile(given.profile, **WIDER)), given.profile, given.out)
+
+
 if __name__ == "__main__":
-    report(modes(PrerouterOptions.from_profile(sys.argv[1], **WIDER)), *sys.argv[1:])
+    main()

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .. import models
+from ..errors import ParameterError
 from ..flywheel.estimates import clustered_mean
 from ..specialists.calibrate import by_score, fit_calibration
 from ..specialists.native import NativeLayer, NativeTokens
@@ -26,9 +27,14 @@ RIDGE = {"error": 1e-3, "loss": 1.0}
 
 
 def study(loaded: models.LoadedModel, corpus: Corpus, options: RoutingOptions) -> dict[str, Any]:
-    """All figures, as plain values."""
+    """All figures, as plain values. Raises ParameterError: a layer that the model does not have."""
     torch.set_num_threads(1)
-    clock, place = Clock(), range(loaded.geometry.layers)[options.layer]
+    clock, layers = Clock(), loaded.geometry.layers
+    if not -layers <= options.layer < layers:
+        raise ParameterError(
+            "no such MoE layer", field="layer", got=options.layer, expected=f"{-layers} to {layers - 1}"
+        )
+    place = range(layers)[options.layer]
     layer = NativeLayer.of(loaded, place)
     train, held = (part.inputs(loaded, place) for part in (corpus.train, corpus.validation))
     clock.lap("model up to the layer")

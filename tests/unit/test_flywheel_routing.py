@@ -6,7 +6,7 @@ import torch
 from repository import ROOT
 
 from moelab import models
-from moelab.errors import ContractError
+from moelab.errors import ContractError, ParameterError
 from moelab.flywheel.capture import facts
 from moelab.flywheel.split import assign
 from moelab.models.tiny import save
@@ -207,3 +207,8 @@ def test_owners_are_held_out_whole(loaded, options):
     )
     assert {sets[threads[n].uid] for n in corpus.validation.thread} == {"validation"}
     assert {sets[threads[n].uid] for n in corpus.train.thread} == {"train"}
+
+
+def test_a_layer_that_is_not_there_is_refused(loaded):
+    with pytest.raises(ParameterError, match="no such MoE layer; field: layer; got: 8"):
+        study(loaded, Corpus(part(0, 8), part(1), {}), RoutingOptions(layer=8))

@@ -73,6 +73,12 @@ def test_unknown_names_are_refused(world, no_kernels):
         run(threads="nowhere.jsonl")
 
 
+@pytest.mark.parametrize("name", ["../outside", "a/b", "..", "/elsewhere"])
+def test_a_report_does_not_leave_its_folder(world, no_kernels, name):
+    with pytest.raises(ParameterError, match="a report is a folder in reports/; field: name"):
+        run(name=name)
+
+
 # ---------------------------------------------------------------- digests
 
 

@@ -211,6 +211,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(folders):
         (GeometryError, "head of another model", {"heads": {**heads, 1: narrow()}}),
         (ParameterError, "no such mode", {"mode": "on"}),
         (ParameterError, "not a probability", {"threshold": 1.5}),
+        (ParameterError, "not a probability", {"threshold": "much"}),
+        (ParameterError, "not a probability", {"threshold": True}),
         (ParameterError, "not calibrated", {"mode": "gated"}),
         (GeometryError, "one pair an owner", {"calibration": {0: (1, 0)}}),
         (ParameterError, "no such issue point", {"issue": "later"}),

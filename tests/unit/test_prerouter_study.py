@@ -230,3 +230,8 @@ def test_the_last_layer_alone_is_all_where_there_is_one(inside, loaded, heads, d
     one = cost.by_depth(loaded, used, texts, consumers[:1], 4)
     assert [row["layers"] for row in one["rows"]] == ["up to this layer", "this layer alone"]
     assert one["rows"][0]["loss"] == one["rows"][1]["loss"] and one["together"]["value"] == 0
+
+
+def test_a_prompt_as_long_as_its_text_is_refused():
+    with pytest.raises(ParameterError, match="an answer begins inside its text; field: prompt"):
+        prerouter_study.modes(prerouter_study.PrerouterOptions(prompt=96, context=96))

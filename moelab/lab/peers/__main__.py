@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from .stage import PeersOptions, compare_peers, write
@@ -10,8 +11,13 @@ from .stage import PeersOptions, compare_peers, write
 def main(arguments: list[str]) -> int:
     import yaml
 
-    out, *pairs = arguments
-    overrides = {name: yaml.safe_load(value) for name, _, value in (pair.partition("=") for pair in pairs)}
+    parser = argparse.ArgumentParser(description="Other runtimes on the same weights under one memory cap (30 min).")
+    parser.add_argument("out", help="JSON file to write")
+    parser.add_argument("pairs", nargs="*", metavar="name=value", help="other parameters of notebook 84")
+    given = parser.parse_args(arguments)
+    out, overrides = given.out, {}
+    for name, _, value in (pair.partition("=") for pair in given.pairs):
+        overrides[name] = yaml.safe_load(value)
     comparison = compare_peers(PeersOptions.from_profile("reference", **overrides), on_progress=print)
     write(out, comparison)
     for row in comparison.outcome.rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ... import artifacts, models
@@ -78,7 +79,24 @@ def head_files(heads: Mapping[str, Artifact]) -> pd.DataFrame:
             rows.append({"model": model, "form": form, "trained here": _shown(artifact.file(name))})
             same = beside.is_file() and artifacts.digest_file(beside) == artifacts.digest_file(artifact.file(name))
             rows[-1] |= {"beside the model": _shown(beside) if beside.is_file() else "–", "equal": _word(same)}
+            rows[-1]["largest difference"] = 0.0 if same else _apart(artifact.file(name), beside)
     return pd.DataFrame(rows)
+
+
+def _apart(ours: Any, beside: Any) -> float | None:
+    """Largest difference of two weight files, as a share of each tensor's largest weight; None: not comparable."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    if not beside.is_file():
+        return None
+    try:
+        a, b = load_file(ours), load_file(beside)
+    except SafetensorError:  # a page shows what lies there; installing refuses it
+        return None
+    if {name: value.shape for name, value in a.items()} != {name: value.shape for name, value in b.items()}:
+        return None
+    return max(float(np.abs(a[n].astype(np.float32) - b[n]).max() / max(np.abs(b[n]).max(), 1e-12)) for n in a)
 
 
 def _shown(path: Any) -> str:

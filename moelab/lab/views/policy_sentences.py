@@ -48,7 +48,7 @@ def fallback_sentences(found: Figures) -> str:
         if anchor["value"] <= 2 * anchor["se"]:
             verdict = "with the anchor in their place nothing measurable is lost, and waiting buys nothing"
         else:
-            verdict = "the anchor in their place loses measurably, and waiting is better"
+            verdict = "the anchor in their place loses measurably"
         out.append(
             f"{m} ({found[m]['anchor']} anchor), {deadline} reads hidden: the whole route waits {slow - 1:.2f} "
             f"token-times. Going on without late experts costs, in nats a token, {costs}; {verdict}. The "
