@@ -179,6 +179,8 @@ def install_prerouter(
         GeometryError: spec, heads and model do not fit. UnsupportedModelError: a block that cannot be hooked.
         ParameterError: an unknown choice, or one that the layers' options exclude.
     """
+    if not isinstance(spec, PrerouterSpec):
+        raise ParameterError("of another type", field="spec", got=type(spec).__name__, expected="PrerouterSpec")
     engine = _engine(store)
     loaded = engine.loaded
     if model is not loaded and model is not loaded.model:

@@ -156,6 +156,10 @@ class StreamingEngine:
             UnsupportedModelError, StoreError: the checkpoint cannot be read, or not in place (then `moelab pack`).
         """
         options = EngineOptions() if options is None else options
+        if not isinstance(options, EngineOptions):
+            raise ParameterError(
+                "of another type", field="options", got=type(options).__name__, expected="EngineOptions"
+            )
         loaded = StreamedModel.load(model, options, memory_budget_bytes)
         with ExitStack() as undo:
             undo.callback(loaded.close)

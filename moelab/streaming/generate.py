@@ -126,7 +126,12 @@ def stream_generate(
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         prompt = tokenizer.encode(prompt, add_special_tokens=special)
-    prompt = [int(token) for token in prompt]
+    try:
+        prompt = [int(token) for token in prompt]
+    except (TypeError, ValueError) as error:
+        raise ParameterError(
+            "no prompt", field="prompt", got=type(prompt).__name__, expected="text, or token ids"
+        ) from error
     detokenizer, began, count, token, logprobs = tokenizer.detokenizer, time.perf_counter(), 0, None, None
     prompt_tps = 0.0
 

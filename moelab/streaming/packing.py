@@ -87,7 +87,16 @@ def write_pack(
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[None]:
-    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArtifactError(
+            "no pack can be written here",
+            file=partial.parent,
+            field="out",
+            got=error.strerror,
+            expected="a writable folder",
+        ) from error
     try:
         with FileLock(partial / "lock", timeout=0):
             yield

@@ -205,6 +205,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(folders):
     for error, match, own in (
         (IdentityError, "whose experts the store holds", {"model": other.loaded}),
         (ParameterError, "need a live engine", {"store": streamed.memory}),
+        (ParameterError, "of another type; field: spec; got: 'dict'", {"spec": {}}),
         (GeometryError, "the model routes otherwise", {"spec": world.spec_for(other, start_layer=1)}),
         (GeometryError, "no head predicts it", {"spec": world.spec_for(streamed, owners=(1, 2))}),
         (GeometryError, "not the owners' heads", {"heads": dict(list(heads.items())[1:])}),

@@ -159,3 +159,18 @@ def test_a_cache_of_the_callers_counts_what_it_has_seen(stock):
         list(engine.stream_tokens([n % 250 for n in range(1500)], max_tokens=1, prompt_cache=cache))
         assert cache[0].offset == 1501
         assert engine.prefill_step(2000, 4, seen=1501) < fresh
+
+
+def test_options_and_prompts_of_another_type(stock):
+    with pytest.raises(ParameterError, match="field: options; got: 'dict', expected: EngineOptions"):
+        StreamingEngine.load(stock, {"cache_bytes": 4 << 20})
+    with StreamingEngine.load(stock, ROOM) as engine:
+        for prompt in (None, 5, [None]):
+            with pytest.raises(ParameterError, match="no prompt; field: prompt"):
+                engine.generate(prompt, max_tokens=1)
+
+
+def test_a_pack_that_cannot_be_written_names_the_folder(stock, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArtifactError, match="no pack can be written here; file: .*file; field: out"):
+        write_pack(stock, tmp_path / "file" / "pack")
