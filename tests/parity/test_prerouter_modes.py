@@ -168,7 +168,8 @@ def test_the_tiers_run_on_their_architectures_at_full_depth(name, tmp_path):
     tier = make()
     k = tier.top_k
     world.tiny_model(family, tmp_path, **own)
-    with world.engine(tmp_path, layer={**world.SLOTS, "staged_n": k, "staged_trigger": k, "top_k": k}) as streamed:
+    layer = {**world.SLOTS, "staged_n": k, "staged_trigger": k, "top_k": k}
+    with world.engine(tmp_path, layer=layer, change_top_k=True) as streamed:  # tier 35b runs four of eight
         assert streamed.loaded.geometry.layer_ids == tier.layer_ids and streamed.loaded.family.top_k == tier.top_k
         bank = world.heads_for(streamed, tier.spec, hidden=tier.spec.hidden)
         with install_prerouter(streamed.loaded, tier.spec, streamed, heads=bank, mode="replace") as prerouter:
