@@ -17,17 +17,21 @@ One token is another token every round, as in decode: its specialists' weights c
 
     python -m moelab.policies.bench --experts 8 64 256 --tokens 1 4096
 
-times dispatch with every selection policy and prints what part of it routing takes.
+times dispatch with every selection policy and prints what part of it routing takes. With `--out FILE` the default
+policy is also timed against the other arms (minutes: dense runs every specialist on every token), and all is written.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +48,7 @@ from moelab.policies.selection import (
 )
 
 ONE_TOKEN_BATCHES = 64
+COMMAND = "python -m moelab.policies.bench --out reports/committed/dispatch.json"
 
 
 @dataclass(frozen=True)
@@ -174,27 +179,42 @@ def _timing(values: list[float]) -> Timing:
 
 
 def main() -> None:
-    """Print the share of routing for every policy."""
+    """Print the share of routing for every policy; with `--out`, write it and the default policy against all arms."""
     parser = argparse.ArgumentParser(prog="python -m moelab.policies.bench", description="What routing costs.")
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4096])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5, help="of many tokens; of one token forty times as many")
+    parser.add_argument("--out", help="JSON file: also loop, dense and batched (two rounds of many tokens)")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    rows = []
+
+    def timed(experts: int, tokens: int, policy: str, dispatcher: SparseDispatcher, arms: tuple[str, ...], rounds: int):
+        found = time_dispatch(
+            experts=experts, tokens=tokens, hidden=given.hidden, intermediate=2 * given.hidden,
+            rounds=rounds * (40 if tokens == 1 else 1), arms=arms, dispatcher=dispatcher,
+        )  # fmt: skip
+        cell = {"experts": experts, "tokens": tokens, "policy": policy}
+        rows.extend(cell | {"arm": arm, **asdict(timing)} for arm, timing in found.items())
+        return found
+
     for experts in given.experts:
         for tokens in given.tokens:
             for name, dispatcher in dispatchers(experts).items():
-                found = time_dispatch(
-                    experts=experts, tokens=tokens, hidden=given.hidden, intermediate=2 * given.hidden,
-                    rounds=given.rounds * (40 if tokens == 1 else 1), arms=("grouped",), dispatcher=dispatcher,
-                )  # fmt: skip
+                found = timed(experts, tokens, name, dispatcher, ("grouped",), given.rounds)
                 route, grouped = (found[arm].median * 1e6 for arm in ("route", "grouped"))
                 print(
                     f"{experts:4} specialists {tokens:5} tokens  {name:20} route {route:9.1f} us of {grouped:10.1f} us,"
                     f" share {found['share'].median:.3f}",
                     flush=True,
                 )
+            if given.out:
+                timed(experts, tokens, "all arms", SparseDispatcher(), ("grouped", "loop", "dense", "batched"), 2)
+    if given.out:
+        head = {"schema_version": 1, "command": COMMAND, "date": datetime.date.today().isoformat()}
+        shape = {"hidden": given.hidden, "intermediate": 2 * given.hidden}
+        Path(given.out).write_text(json.dumps({**head, **shape, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -147,3 +147,11 @@ def test_speed_is_measured_here():
     share = views.routing_share([4], hidden=8, rounds=2)
     assert len(share) == 6 and (share["n"] == 2).all() and share["share"].between(0, 1).all()
     assert (share["route us"] < share["dispatch us"]).all()
+
+
+def test_committed_speed_has_every_cell_of_the_report():
+    found = views.dispatch_committed().set_index(["specialists", "tokens"])
+    assert sorted(found.index) == [(n, t) for n in (8, 64, 256) for t in (1, 4096)]
+    many = found.xs(4096, level="tokens")
+    assert (many["loop / grouped"] >= 10).all()  # what was asked of grouping
+    assert many.loc[64, "grouped / batched"] <= 2 and (many["its share"] <= 0.05).all()

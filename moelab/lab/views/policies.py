@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ... import artifacts
+
 Figures = Mapping[str, Mapping[str, Any]]
 LATE_LABELS = {
     "deadline": "reads hidden", "token time": "token-times", "value": "loss, nats a token", "se": "standard error",
@@ -253,6 +255,28 @@ def routing_share(experts: list[int], *, hidden: int, rounds: int) -> pd.DataFra
                     "spread of share": found["share"].spread,
                 }
             )  # fmt: skip
+    return pd.DataFrame(out)
+
+
+def dispatch_committed() -> pd.DataFrame:
+    """`reports/committed/dispatch.json`: the default policy against every arm, and the policy with most routing."""
+    rows = artifacts.read_json(artifacts.root() / "reports" / "committed" / "dispatch.json")["rows"]
+    out = []
+    for n, t in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
+        here = [row for row in rows if (row["experts"], row["tokens"]) == (n, t)]
+        arms = {row["arm"]: row for row in here if row["policy"] == "all arms"}
+        most = max((r for r in here if r["arm"] == "share" and r["policy"] != "all arms"), key=lambda r: r["median"])
+        grouped = arms["grouped"]["median"]
+        out.append(
+            {
+                "specialists": n, "tokens": t, "n": arms["grouped"]["n"],
+                **{f"{name} ms": 1e3 * arms[name]["median"] for name in ("grouped", "loop", "dense", "batched")},
+                "loop / grouped": arms["loop"]["median"] / grouped,
+                "dense / grouped": arms["dense"]["median"] / grouped,
+                "grouped / batched": grouped / arms["batched"]["median"],
+                "most routing": most["policy"], "its share": most["median"], "its n": most["n"],
+            }
+        )  # fmt: skip
     return pd.DataFrame(out)
 
 
