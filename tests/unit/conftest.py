@@ -75,3 +75,20 @@ def dataset(inside, routed, snapped):
     from moelab.flywheel.snapshot import open_dataset
 
     return open_dataset(artifacts.open_artifact(snapped), artifacts.open_artifact(routed))
+
+
+@pytest.fixture
+def before(inside, captured, routed, snapped):
+    """What training starts from, as artefacts."""
+    from moelab import artifacts
+    from moelab.flywheel.baselines import Upstream
+
+    return Upstream(*(artifacts.open_artifact(path) for path in (captured, routed, snapped)))
+
+
+@pytest.fixture
+def fresh(world, tmp_path):
+    """An empty folder for what is trained; keys stay where they are."""
+    (tmp_path / "vault").symlink_to(world.artifacts / "vault")
+    with world.entered(tmp_path):
+        yield tmp_path

@@ -9,7 +9,7 @@ import pytest
 from moelab import artifacts
 from moelab.errors import GateRefusedError, GeometryError
 from moelab.flywheel import head_training
-from moelab.flywheel.baselines import BaselineOptions, Upstream
+from moelab.flywheel.baselines import BaselineOptions
 from moelab.flywheel.batches import BatchShape
 from moelab.flywheel.evaluation import read_ranks
 from moelab.flywheel.examples import regenerate
@@ -94,18 +94,6 @@ def test_scores_land_on_the_consumer_at_the_target(dataset, wiring, hidden):
         for i, owner in enumerate(wiring.owners):
             assert (whole[made.target[row], owner + 1] == scores[row, i]).all()
     assert (whole[:, ~consumers(wiring)] == -1).all() and (whole != -1).any(-1).sum() == scores[..., 0].size
-
-
-@pytest.fixture
-def before(inside, captured, routed, snapped):
-    return Upstream(*(artifacts.open_artifact(path) for path in (captured, routed, snapped)))
-
-
-@pytest.fixture
-def fresh(world, tmp_path):
-    (tmp_path / "vault").symlink_to(world.artifacts / "vault")
-    with world.entered(tmp_path):
-        yield tmp_path
 
 
 def test_a_run_writes_heads_that_load_and_figures_beside_the_controls(world, before, fresh, loaded, judged_as):

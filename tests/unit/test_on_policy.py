@@ -6,7 +6,7 @@ import pytest
 from moelab import artifacts, models
 from moelab.errors import GateRefusedError
 from moelab.flywheel import on_policy
-from moelab.flywheel.baselines import BaselineOptions, Upstream
+from moelab.flywheel.baselines import BaselineOptions
 from moelab.flywheel.head_recipe import HeadRecipe
 from moelab.flywheel.head_training import FILES, heads_model
 from moelab.flywheel.on_policy import MORE, PASS, TABLE, TEACHER, OnPolicyRecipe, lines, on_policy_model
@@ -24,18 +24,6 @@ RECIPE = OnPolicyRecipe(prompt=4, passes=2, epochs=1, batch=128)
 def judged_as(world):
     own = dict(sets=["validation", "temporal", "stress"], batch_tokens=256, chunk=24, cache_fraction=0.25)
     return BaselineOptions(**world.shared(), **own)
-
-
-@pytest.fixture
-def before(inside, captured, routed, snapped):
-    return Upstream(*(artifacts.open_artifact(path) for path in (captured, routed, snapped)))
-
-
-@pytest.fixture
-def fresh(world, tmp_path):
-    (tmp_path / "vault").symlink_to(world.artifacts / "vault")
-    with world.entered(tmp_path):
-        yield tmp_path
 
 
 def test_heads_learn_on_their_own_states_and_are_held_against_those_they_were(

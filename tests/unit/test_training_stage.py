@@ -29,19 +29,6 @@ def judged_as(world):
     return BaselineOptions(**world.shared(), **own)
 
 
-@pytest.fixture
-def before(inside, captured, routed, snapped):
-    return Upstream(*(artifacts.open_artifact(path) for path in (captured, routed, snapped)))
-
-
-@pytest.fixture
-def fresh(world, tmp_path):
-    """An empty folder for predictors; keys stay where they are."""
-    (tmp_path / "vault").symlink_to(world.artifacts / "vault")
-    with world.entered(tmp_path):
-        yield tmp_path
-
-
 def test_gate_0_stands_before_training(world, monkeypatch):
     monkeypatch.setattr(training, "upstream", lambda _: pytest.fail("went on"))
     for status in ("fail", "refused"):
