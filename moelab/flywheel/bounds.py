@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ContractError, GeometryError
-from ..streaming.eviction import Lru, Policy
+from ..streaming.cache.eviction import Lru, Policy
 from .breakeven import BreakEven, break_even
 from .estimates import Estimate, clustered_mean
 from .foresight import Opt

@@ -22,7 +22,7 @@ import numpy as np
 from .. import artifacts, disk, models
 from ..params import Options, param
 from ..routes import DECODED, PREFILLED, Routes, concat
-from ..streaming.eviction import ExpectedNextUse, LayerLfu, Lru
+from ..streaming.cache.eviction import ExpectedNextUse, LayerLfu, Lru
 from . import stage
 from .bounds import Ceiling, hit_curve, token_bytes
 from .bounds import ceiling as bound

@@ -5,7 +5,7 @@ eviction at that horizon. `Opt` knows everything and evicts what is used last (B
 unequal size a very good bound rather than the exact optimum).
 
 `residency.replay` calls `foresee(visits)` before `begin`; otherwise they are policies like those of
-`moelab.streaming.eviction`, for a cache that is only ever filled by the visits themselves.
+`moelab.streaming.cache.eviction`, for a cache that is only ever filled by the visits themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ..errors import ContractError
-from ..streaming.eviction import Ranked
+from ..streaming.cache.eviction import Ranked
 
 if TYPE_CHECKING:
     from .residency import Visits

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ContractError, GeometryError
-from ..streaming.eviction import Lru, Policy
+from ..streaming.cache.eviction import Lru, Policy
 from .foresight import Foresight
 
 __all__ = ["NEVER", "Residency", "Visits", "replay"]

@@ -20,7 +20,7 @@ from ..flywheel.foresight import Lookahead, Opt
 from ..flywheel.gates import FAIL, PASS, Verdict, gate0
 from ..flywheel.residency import Visits
 from ..routes import DECODED, PREFILLED, Routes, read_trace
-from ..streaming.eviction import Lru
+from ..streaming.cache.eviction import Lru
 from .report import show
 
 EXIT = {PASS: 0, FAIL: 1}

@@ -18,11 +18,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import GeometryError, ParameterError
-from ..streaming.prefetch import PrefetchCounters, Prefetcher
-from ..streaming.simulator import ISSUE
+from ..streaming.schedule.prefetch import ISSUE, PrefetchCounters, Prefetcher
 
 if TYPE_CHECKING:
-    from ..streaming.engine import StreamingEngine
+    from ..streaming.engine.engine import StreamingEngine
     from .modes import Prediction
 
 __all__ = ["CacheFill", "Clock", "SlotFill", "fill_of"]

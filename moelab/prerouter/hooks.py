@@ -21,7 +21,7 @@ import mlx.nn as nn
 from ..errors import ContractError, UnsupportedModelError
 from ..models.blocks import Block
 from ..models.gates import FLOAT32_GATES
-from ..streaming.install import SHARED, shared_expert
+from ..streaming.layer.install import SHARED, shared_expert
 
 __all__ = ["BlockParts", "attach", "detach", "is_hooked"]
 

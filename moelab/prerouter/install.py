@@ -22,9 +22,9 @@ import numpy as np
 
 from ..errors import ContractError, GeometryError, IdentityError, ParameterError
 from ..models.loading import LoadedModel
-from ..streaming.engine import StreamingEngine
-from ..streaming.paths import StagedSwitch
-from ..streaming.prefetch import Prefetcher
+from ..streaming.engine.engine import StreamingEngine
+from ..streaming.layer.paths import StagedSwitch
+from ..streaming.schedule.prefetch import Prefetcher
 from .files import find_weights, read_heads
 from .fills import Clock, fill_of, issue_of
 from .heads import Head, HeadBank

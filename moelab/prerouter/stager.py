@@ -40,7 +40,7 @@ from .spec import Wiring
 from .supply import Source, Supply
 
 if TYPE_CHECKING:
-    from ..streaming.engine import StreamingEngine
+    from ..streaming.engine.engine import StreamingEngine
 
 __all__ = ["CrossTokenStager", "LingPrerouterStager", "PrerouterStager"]
 

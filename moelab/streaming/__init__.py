@@ -1,16 +1,14 @@
 """Streaming: experts read from disk while the model decodes, within a byte budget.
 
-Where things are, from the disk up:
+From the disk up, and each room knows those before it alone:
 
-* bytes: `layout` of one expert; where it lies: `checkpoint` in place, or `pack` (`packing`, `origin`, `shards`);
-  `plan` and `readers` fetch, `device` is a disk as arithmetic; `store` is all of it behind `read_into`;
-* decisions, pure and without a clock: `eviction` (`ranking`, `hotpin`), `cache` (`pools`, `holds`, `counters`),
-  `schedule` (`tickets`), `prefetch`;
-* the live machine: `slab` (slots that a disk fills and a kernel reads), `memory` (threads), `forward` (one pass after
-  the other), `timeline`, `layer` (the exact path), `issuing` (predictions inside the pass);
-* other paths of a layer: `options`, `install`, `paths`, `stack`, `staged`, `late`, `prefill`, `fill`;
-* whole models: `skeleton`, `footprint`, `allocator`, `streamed`, `engine`, `generate`; `layerwise` for replay;
-* without a model: `passes`, `oracle`, `simulator` (`simulated_memory`, `demand_only`, `simulation`), `validation`.
+* `store`: the bytes of one expert, in a checkpoint in place or in a pack, and their way into a slot;
+* `cache`: which experts are resident, and which goes;
+* `schedule`: which read goes next, and what a prediction may ask for;
+* `memory`: the three of them live, on threads;
+* `layer`: a switch layer that computes from it, by the exact path or by another;
+* `engine`: whole models within a memory budget;
+* `simulation`: the same cache and scheduler without a model, on a disk made of arithmetic.
 
 Names are imported on first use: the decisions and the simulator need numpy at most.
 """
@@ -18,7 +16,7 @@ Names are imported on first use: the decisions and the simulator need numpy at m
 from importlib import import_module
 
 _HOMES = {
-    "eviction": (
+    "cache.eviction": (
         "DEFAULT",
         "POLICIES",
         "ExpectedNextUse",
@@ -30,29 +28,29 @@ _HOMES = {
         "RecentLfu",
         "policy",
     ),
-    "cache": ("Cache", "Grant"),
-    "counters": ("Counters",),
-    "prefetch": ("PrefetchCounters", "Prefetcher"),
-    "schedule": ("P0", "P1", "P2", "Scheduler", "SchedulerCounters", "Ticket"),
-    "pack": ("Pack", "read_pack"),
-    "packing": ("write_pack",),
-    "layout": ("ExpertLayout", "TensorSpec"),
-    "store": ("ExpertStore", "open_store"),
-    "options": ("LayerOptions", "profile"),
-    "late": ("LateExperts",),
-    "paths": ("StagedSwitch",),
-    "stack": ("StagedSet",),
-    "staged": ("StagedCounters", "StagedSlots"),
-    "engine": ("EngineOptions", "StreamingEngine"),
-    "issuing": ("Issuer",),
-    "layerwise": ("LayerMajor",),
-    "streamed": ("StreamedModel",),
-    "device": ("Throttle", "VirtualDevice"),
-    "passes": ("Passes",),
-    "oracle": ("NoisyOracle", "Oracle", "PreviousToken"),
-    "simulator": ("ISSUE", "simulate"),
-    "simulation": ("Simulation", "share_of_possible"),
-    "validation": ("Recording", "device_of", "record", "resimulate", "wake_late_s"),
+    "cache.cache": ("Cache", "Grant"),
+    "cache.counters": ("Counters",),
+    "schedule.prefetch": ("ISSUE", "PrefetchCounters", "Prefetcher"),
+    "schedule.schedule": ("P0", "P1", "P2", "Scheduler", "SchedulerCounters", "Ticket"),
+    "store.pack": ("Pack", "read_pack"),
+    "store.packing": ("write_pack",),
+    "store.layout": ("ExpertLayout", "TensorSpec"),
+    "store.store": ("ExpertStore", "open_store"),
+    "layer.options": ("LayerOptions", "profile"),
+    "layer.late": ("LateExperts",),
+    "layer.paths": ("StagedSwitch",),
+    "layer.stack": ("StagedSet",),
+    "layer.staged": ("StagedCounters", "StagedSlots"),
+    "engine.engine": ("EngineOptions", "StreamingEngine"),
+    "engine.issuing": ("Issuer",),
+    "engine.layerwise": ("LayerMajor",),
+    "engine.streamed": ("StreamedModel",),
+    "store.device": ("Throttle", "VirtualDevice"),
+    "schedule.passes": ("Passes",),
+    "schedule.oracle": ("NoisyOracle", "Oracle", "PreviousToken"),
+    "simulation.simulator": ("simulate",),
+    "simulation.simulation": ("Simulation", "share_of_possible"),
+    "simulation.validation": ("Recording", "device_of", "record", "resimulate", "wake_late_s"),
 }
 _OWNER = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_OWNER)

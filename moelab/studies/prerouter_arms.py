@@ -28,7 +28,7 @@ import numpy as np
 from ..flywheel.head_recipe import tier_of
 from ..prerouter import Prerouter, install_prerouter, read_heads
 from ..routes import DECODED, PREFILLED
-from ..streaming.prefetch import Prefetcher
+from ..streaming.schedule.prefetch import Prefetcher
 from .prerouter_depth import Answer
 from .streaming_answer import Recorder
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..prerouter import Prediction
     from ..prerouter.fills import CacheFill
     from ..streaming import StreamingEngine
-    from ..streaming.oracle import Candidate
+    from ..streaming.schedule.oracle import Candidate
 
 __all__ = ["ARMS", "Turn", "feed", "install", "recorded"]
 

@@ -28,8 +28,8 @@ import numpy as np
 from ..errors import ContractError
 from ..routes import DECODED, PREFILLED
 from ..streaming import Cache, Passes, Prefetcher, Scheduler, Simulation, VirtualDevice, policy, simulate
-from ..streaming.oracle import Candidate
-from ..streaming.simulator import ISSUE
+from ..streaming.schedule.oracle import Candidate
+from ..streaming.schedule.prefetch import ISSUE
 
 __all__ = ["Answer", "Bench", "gains", "side_by_side", "uses"]
 

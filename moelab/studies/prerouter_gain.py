@@ -34,7 +34,7 @@ from ..flywheel.engine import opened
 from ..flywheel.head_training import FILES, train_heads
 from ..flywheel.observations import Records
 from ..prerouter.files import find_weights
-from ..streaming.eviction import DEFAULT
+from ..streaming.cache.eviction import DEFAULT
 from .prerouter_claims import claims
 from .prerouter_depth import Bench, gains, side_by_side, uses
 from .prerouter_study import PrerouterOptions

@@ -32,14 +32,15 @@ from ..flywheel.observations import Records
 from ..flywheel.residency import Visits, replay
 from ..params import Options, param
 from ..routes import DECODED, PREFILLED, Routes
-from ..streaming import eviction
-from ..streaming.cache import Cache
-from ..streaming.device import VirtualDevice
-from ..streaming.oracle import NoisyOracle, Oracle, PreviousToken
-from ..streaming.passes import Passes
-from ..streaming.schedule import Scheduler
-from ..streaming.simulation import Simulation, share_of_possible
-from ..streaming.simulator import ISSUE, simulate
+from ..streaming.cache import eviction
+from ..streaming.cache.cache import Cache
+from ..streaming.schedule.oracle import NoisyOracle, Oracle, PreviousToken
+from ..streaming.schedule.passes import Passes
+from ..streaming.schedule.prefetch import ISSUE
+from ..streaming.schedule.schedule import Scheduler
+from ..streaming.simulation.simulation import Simulation, share_of_possible
+from ..streaming.simulation.simulator import simulate
+from ..streaming.store.device import VirtualDevice
 
 RESULT = "simulation.json"
 FIGURES_VERSION = 1

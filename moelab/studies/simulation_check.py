@@ -23,14 +23,14 @@ from ..flywheel import stage
 from ..flywheel.capture import CaptureOptions, capture
 from ..flywheel.engine import opened
 from ..flywheel.observations import Records
-from ..streaming.device import VirtualDevice
-from ..streaming.oracle import Oracle
-from ..streaming.passes import Passes
+from ..streaming.schedule.oracle import Oracle
+from ..streaming.schedule.passes import Passes
+from ..streaming.store.device import VirtualDevice
 from .simulation import SimulationOptions
 
 if TYPE_CHECKING:
     from ..streaming import StreamingEngine
-    from ..streaming.validation import Recording
+    from ..streaming.simulation.validation import Recording
 
 RESULT = "check.json"
 PROMPT = 16
@@ -83,8 +83,8 @@ def runs(
 
 
 def _runs(model: str | Path, tokens: list[int], read_s: float) -> list[dict[str, Any]]:
-    from ..streaming.issuing import Issuer
-    from ..streaming.validation import device_of, record
+    from ..streaming.engine.issuing import Issuer
+    from ..streaming.simulation.validation import device_of, record
 
     prompt, rest = tokens[:PROMPT], tokens[PROMPT:]
     rows = []
@@ -122,7 +122,7 @@ def _engine(model: str | Path, device: VirtualDevice | None) -> StreamingEngine:
 def _row(
     store: str, prediction: str, engine: StreamingEngine, real: Recording, device: VirtualDevice, **predicted: Any
 ) -> dict[str, Any]:
-    from ..streaming.validation import RecordedDevice, resimulate, wake_late_s
+    from ..streaming.simulation.validation import RecordedDevice, resimulate, wake_late_s
 
     got, late_s = resimulate(engine, real, device, **predicted), wake_late_s()
     told = resimulate(engine, real, RecordedDevice(real.reads), **predicted)

@@ -16,7 +16,7 @@ from ..routes import DECODED
 
 if TYPE_CHECKING:
     from ..streaming import Issuer, StreamingEngine
-    from ..streaming.forward import Forward
+    from ..streaming.memory.forward import Forward
 
 __all__ = ["Recorder", "Run", "Stamp", "answer"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..streaming.eviction import DEFAULT
+from ..streaming.cache.eviction import DEFAULT
 
 __all__ = ["claims"]
 

@@ -31,9 +31,9 @@ from ..flywheel.foresight import Opt
 from ..flywheel.residency import Visits, replay
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming import Cache, ExpertStore, Passes, open_store, policy
-from ..streaming.layout import PAGE, ExpertLayout, TensorSpec, aligned
-from ..streaming.plan import plan_reads
-from ..streaming.store import Source
+from ..streaming.store.layout import PAGE, ExpertLayout, TensorSpec, aligned
+from ..streaming.store.plan import plan_reads
+from ..streaming.store.store import Source
 
 __all__ = ["MadeUp", "RawProbe", "amplification", "cached", "replay_through", "throughput"]
 

@@ -28,7 +28,7 @@ from ..flywheel.observations import Records
 from ..models.runtime import active_blas
 from ..params import Options, param
 from ..routes import DECODED, Routes
-from ..streaming import eviction
+from ..streaming.cache import eviction
 from .streaming_claims import claims
 from .streaming_memory import idle_memory, peak_memory
 
@@ -148,8 +148,8 @@ def study(
 ) -> dict[str, Any]:
     """All figures of one model; plain numbers. Packs are written below `folder` and removed."""
     from ..streaming import ExpertStore, open_store, write_pack
-    from ..streaming.checkpoint import CheckpointSource
-    from ..streaming.pack import PackSource
+    from ..streaming.store.checkpoint import CheckpointSource
+    from ..streaming.store.pack import PackSource
     from . import streaming_equality, streaming_overlap, streaming_reads
 
     steps, precision, done = 6, loaded.precision, 0

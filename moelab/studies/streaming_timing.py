@@ -39,7 +39,7 @@ while prefetches race; the store's rate ÷ the raw probe's."""
 def timing(model: str, *, tokens: int, repeats: int, seed: int = 0) -> dict[str, Any]:
     """One model in this process: `overlap`, and of the stand-in `check` and `throughput`."""
     from ..streaming import open_store, write_pack
-    from ..streaming.pack import PackSource
+    from ..streaming.store.pack import PackSource
     from . import simulation_check, streaming_overlap, streaming_reads
 
     with tempfile.TemporaryDirectory() as scratch:

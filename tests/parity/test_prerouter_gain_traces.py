@@ -10,7 +10,7 @@ import pytest
 
 from moelab.flywheel.ceiling import SYSTEMS
 from moelab.routes import DECODED, read_trace
-from moelab.streaming.simulator import ISSUE
+from moelab.streaming.schedule.prefetch import ISSUE
 from moelab.studies.prerouter_depth import Answer, Bench
 
 RECALL, TOKENS = 0.4, 48

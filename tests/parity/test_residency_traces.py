@@ -8,7 +8,7 @@ import pytest
 from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
 from moelab.routes import DECODED, PREFILLED, read_trace
-from moelab.streaming.eviction import ExpectedNextUse, LayerLfu, Lru
+from moelab.streaming.cache.eviction import ExpectedNextUse, LayerLfu, Lru
 
 MIB = 1 << 20
 # Decode hits in per cent by MiB. Layer-LFU at 500 MiB (published 38.3) is left out: that replay lets a layer

@@ -8,9 +8,9 @@ from moelab import models
 models.activate("reference")
 
 from moelab.errors import ContractError  # noqa: E402
-from moelab.streaming.device import VirtualDevice  # noqa: E402
-from moelab.streaming.engine import EngineOptions, StreamingEngine  # noqa: E402
-from moelab.streaming.validation import device_of, record, resimulate, wake_late_s  # noqa: E402
+from moelab.streaming.engine.engine import EngineOptions, StreamingEngine  # noqa: E402
+from moelab.streaming.simulation.validation import device_of, record, resimulate, wake_late_s  # noqa: E402
+from moelab.streaming.store.device import VirtualDevice  # noqa: E402
 
 SLOT = 147456
 """Bytes of a slot of the reference models' experts, in float32."""

@@ -7,14 +7,14 @@ import pytest
 
 from moelab.flywheel.residency import Visits, replay
 from moelab.routes import PREFILLED, read_trace
-from moelab.streaming.cache import Cache
-from moelab.streaming.device import VirtualDevice
-from moelab.streaming.eviction import LayerLfu, Lru
-from moelab.streaming.oracle import Oracle
-from moelab.streaming.passes import Passes
-from moelab.streaming.schedule import Scheduler
-from moelab.streaming.simulation import share_of_possible
-from moelab.streaming.simulator import simulate
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import LayerLfu, Lru
+from moelab.streaming.schedule.oracle import Oracle
+from moelab.streaming.schedule.passes import Passes
+from moelab.streaming.schedule.schedule import Scheduler
+from moelab.streaming.simulation.simulation import share_of_possible
+from moelab.streaming.simulation.simulator import simulate
+from moelab.streaming.store.device import VirtualDevice
 
 MIB = 1 << 20
 

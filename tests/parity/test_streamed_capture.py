@@ -12,7 +12,7 @@ from moelab.flywheel.plan import Plan
 from moelab.models import runtime_identity
 from moelab.routes import DECODED, PREFILLED
 from moelab.streaming import StreamedModel, write_pack
-from moelab.streaming.forward import Forward
+from moelab.streaming.memory.forward import Forward
 
 PLAN = Plan(
     sequence="s",

@@ -6,8 +6,8 @@ import pytest
 from moelab.flywheel.foresight import Opt
 from moelab.flywheel.residency import Visits, replay
 from moelab.routes import DECODED, PREFILLED, read_trace
-from moelab.streaming.cache import Cache
-from moelab.streaming.eviction import DEFAULT, POLICIES, policy
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import DEFAULT, POLICIES, policy
 
 MIB = 1 << 20
 

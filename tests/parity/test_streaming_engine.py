@@ -15,7 +15,8 @@ from moelab.models import tiny
 from moelab.models.gates import REFUSED
 from moelab.models.tiny_configs import FAMILIES
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming import EngineOptions, StreamingEngine, VirtualDevice, layer, write_pack
+from moelab.streaming import EngineOptions, StreamingEngine, VirtualDevice, write_pack
+from moelab.streaming.layer import layer
 
 PROMPT = list(range(20, 90))
 
@@ -38,8 +39,8 @@ def same(got, want):
 
 def options(model, cycles, **changes):
     """Room for `cycles` times the experts of one token."""
-    from moelab.streaming.skeleton import skeleton
-    from moelab.streaming.store import open_store
+    from moelab.streaming.store.skeleton import skeleton
+    from moelab.streaming.store.store import open_store
 
     frame = skeleton(model)
     with open_store(frame.path) as store:

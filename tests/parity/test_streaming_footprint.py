@@ -7,7 +7,7 @@ from moelab.models import tiny
 from moelab.models.gates import REFUSED
 from moelab.models.tiny_configs import FAMILIES
 from moelab.streaming import EngineOptions, StreamingEngine
-from moelab.streaming.footprint import _leaves, seen_positions
+from moelab.streaming.engine.footprint import _leaves, seen_positions
 
 # (tokens of a step, steps): a short prompt, one that is all activations, one that is mostly attention scores.
 STEPS = [(16, 1), (64, 1), (96, 8)]
@@ -40,7 +40,8 @@ def test_caches_and_activations_are_within_what_was_said(family, tmp_path, nothi
 
 
 def test_nothing_is_computed_to_find_out(tmp_path):
-    from moelab.streaming import footprint, skeleton
+    from moelab.streaming.engine import footprint
+    from moelab.streaming.store import skeleton
 
     tiny.save("qwen3_moe", tmp_path, seed=1)
     frame = skeleton.skeleton(tmp_path)

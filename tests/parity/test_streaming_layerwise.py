@@ -10,9 +10,9 @@ from moelab.errors import ContractError, StoreError
 from moelab.models import tiny
 from moelab.models.loading import cast
 from moelab.models.taps import tap
-from moelab.streaming.layerwise import LayerMajor
-from moelab.streaming.skeleton import drop_experts, skeleton
-from moelab.streaming.store import open_store
+from moelab.streaming.engine.layerwise import LayerMajor
+from moelab.streaming.store.skeleton import drop_experts, skeleton
+from moelab.streaming.store.store import open_store
 
 FEATURES = ("pre_attention", "moe_input")
 CASES = ["softmax", "sigmoid", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from switch_world import PRECISIONS, SWITCHES, E, K, World, inputs, routes
 
-from moelab.streaming.options import LayerOptions
+from moelab.streaming.layer.options import LayerOptions
 
 SHAPES = {"decode": (1, 1), "batch": (3, 1), "prefill": (1, 5), "sorted": (1, 80)}
 STAGED = {

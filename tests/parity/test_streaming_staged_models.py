@@ -14,11 +14,12 @@ from moelab import models
 from moelab.errors import ContractError, GeometryError, ParameterError, UnsupportedModelError
 from moelab.models import tiny
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming import EngineOptions, StreamingEngine, eviction, write_pack
-from moelab.streaming.install import shared_expert, slots_beside, with_top_k
-from moelab.streaming.options import LayerOptions, profile
-from moelab.streaming.paths import StagedSwitch
-from moelab.streaming.skeleton import skeleton
+from moelab.streaming import EngineOptions, StreamingEngine, write_pack
+from moelab.streaming.cache import eviction
+from moelab.streaming.layer.install import shared_expert, slots_beside, with_top_k
+from moelab.streaming.layer.options import LayerOptions, profile
+from moelab.streaming.layer.paths import StagedSwitch
+from moelab.streaming.store.skeleton import skeleton
 
 PROMPT = list(range(20, 60))
 STAGED = {"staged": True, "staged_n": 4, "staged_trigger": 4}
@@ -66,7 +67,7 @@ class Stager:
 def engine(model, cycles=2.0, **layer):
     options = LayerOptions(**layer)
     frame = skeleton(model)
-    from moelab.streaming.store import open_store
+    from moelab.streaming.store.store import open_store
 
     with open_store(frame.path) as store:
         one = frame.blocks[0].family.top_k * sum(layout.slot_bytes for layout in store.layouts)

@@ -7,8 +7,8 @@ import pytest
 
 from moelab.routes import DECODED, read_trace
 from moelab.streaming import Cache, ExpertLayout, ExpertStore, Passes, Scheduler, TensorSpec, policy
-from moelab.streaming.eviction import DEFAULT
-from moelab.streaming.memory import ExpertMemory
+from moelab.streaming.cache.eviction import DEFAULT
+from moelab.streaming.memory.memory import ExpertMemory
 
 PAGE = 4096
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
-from moelab.streaming.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru
+from moelab.streaming.cache.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru
 
 L, E, K = 2, 6, 2
 

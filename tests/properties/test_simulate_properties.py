@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from moelab.flywheel.residency import Visits, replay
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming.cache import Cache
-from moelab.streaming.device import VirtualDevice
-from moelab.streaming.eviction import ExpectedNextUse, LayerLfu, Lru
-from moelab.streaming.oracle import NoisyOracle
-from moelab.streaming.passes import Passes
-from moelab.streaming.schedule import Scheduler
-from moelab.streaming.simulator import ISSUE, simulate
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import ExpectedNextUse, LayerLfu, Lru
+from moelab.streaming.schedule.oracle import NoisyOracle
+from moelab.streaming.schedule.passes import Passes
+from moelab.streaming.schedule.prefetch import ISSUE
+from moelab.streaming.schedule.schedule import Scheduler
+from moelab.streaming.simulation.simulator import simulate
+from moelab.streaming.store.device import VirtualDevice
 
 EXPERTS = 6
 POLICIES = (Lru, LayerLfu, ExpectedNextUse)

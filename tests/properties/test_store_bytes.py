@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.streaming.layout import ALIGN, DTYPES, PAGE, ExpertLayout, TensorSpec, aligned
-from moelab.streaming.plan import plan_reads
-from moelab.streaming.store import ExpertStore
+from moelab.streaming.store.layout import ALIGN, DTYPES, PAGE, ExpertLayout, TensorSpec, aligned
+from moelab.streaming.store.plan import plan_reads
+from moelab.streaming.store.store import ExpertStore
 
 READERS = ("auto", "buffered", "mmap")
 SHAPES = st.lists(st.integers(1, 40), max_size=3).map(tuple)

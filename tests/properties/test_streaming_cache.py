@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from moelab.errors import ContractError
 from moelab.flywheel.residency import Visits, replay
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming.cache import Cache
-from moelab.streaming.eviction import POLICIES, policy
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import POLICIES, policy
 
 L, E, K = 4, 6, 2
 SIZES = (5, 8, 5, 8)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moelab.errors import ContractError
-from moelab.streaming.cache import Cache
-from moelab.streaming.eviction import policy
-from moelab.streaming.schedule import P0, P1, P2, Scheduler, Ticket
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import policy
+from moelab.streaming.schedule.schedule import P0, P1, P2, Scheduler, Ticket
 
 LIMIT = 100
 OWNERS = st.sampled_from([("a", 0), ("a", 1), ("b", 0)])

@@ -44,6 +44,18 @@ def test_imports_run_one_way(path):
         assert there == here or there in MAY_IMPORT[here], f"{path}:{line} imports {name}"
 
 
+def test_streaming_is_built_from_the_disk_up():
+    order = ["store", "cache", "schedule", "memory", "layer", "engine", "simulation"]
+    assert {path.parent.name for path in modules() if path.match("streaming/*/*.py")} == set(order)
+    for path in modules():
+        if not path.match("streaming/*/*.py"):
+            continue
+        for name, line in imports(path):
+            if name.startswith("moelab.streaming."):
+                there = name.split(".")[2]
+                assert order.index(there) <= order.index(path.parent.name), f"{path}:{line} imports {name}"
+
+
 def test_plain_modules_know_no_files_and_no_models():
     for path in modules():
         if room(path) != "flywheel" or path.stem not in PLAIN:
@@ -53,7 +65,7 @@ def test_plain_modules_know_no_files_and_no_models():
             named = (path.parent / f"{module}.py").exists()
             assert (
                 there == "errors"
-                or name.startswith("moelab.streaming.eviction")
+                or name.startswith("moelab.streaming.cache.eviction")
                 or (there == "flywheel" and (not named or module in PLAIN))
             ), f"{path}:{line} {name}"
 

@@ -61,9 +61,9 @@ def imports(lean):
         without_torch()
     import psutil
 
-    import moelab.streaming.engine
+    import moelab.streaming.engine.engine
 
-    assert moelab.streaming.engine
+    assert moelab.streaming.engine.engine
     return {"bytes": psutil.Process().memory_info().rss, "torch": "torch" in sys.modules}
 
 

@@ -16,9 +16,9 @@ from moelab.models.native import select
 from moelab.prerouter import HeadBank, PrerouterHead
 from moelab.prerouter.spec import PrerouterSpec
 from moelab.streaming import EngineOptions, LayerOptions, StreamingEngine
-from moelab.streaming.install import slots_beside, with_top_k
-from moelab.streaming.skeleton import skeleton
-from moelab.streaming.store import open_store
+from moelab.streaming.layer.install import slots_beside, with_top_k
+from moelab.streaming.store.skeleton import skeleton
+from moelab.streaming.store.store import open_store
 
 SLOTS = {"staged": True, "staged_n": 4, "staged_trigger": 4, "staged_sync": False}
 IN_PLACE = {**SLOTS, "staged_sync": True, "incr_stack": True, "incr_writeback": True, "warm_willneed": True}

@@ -14,15 +14,15 @@ from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming.cache import Cache
-from moelab.streaming.eviction import policy
-from moelab.streaming.forward import Forward
-from moelab.streaming.layout import ExpertLayout, TensorSpec
-from moelab.streaming.memory import ExpertMemory
-from moelab.streaming.options import LayerOptions
-from moelab.streaming.paths import StagedSwitch
-from moelab.streaming.prefill import PrefillWindow
-from moelab.streaming.schedule import Scheduler
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import policy
+from moelab.streaming.layer.options import LayerOptions
+from moelab.streaming.layer.paths import StagedSwitch
+from moelab.streaming.layer.prefill import PrefillWindow
+from moelab.streaming.memory.forward import Forward
+from moelab.streaming.memory.memory import ExpertMemory
+from moelab.streaming.schedule.schedule import Scheduler
+from moelab.streaming.store.layout import ExpertLayout, TensorSpec
 
 E, DIM, INTER, K = 8, 64, 128, 4
 STORED = {mx.float32: "F32", mx.uint32: "U32", mx.uint8: "U8"}

@@ -9,7 +9,7 @@ from moelab.flywheel.bounds import ceiling, hit_curve, overlap, roofline, token_
 from moelab.flywheel.breakeven import NEVER
 from moelab.flywheel.foresight import Opt
 from moelab.flywheel.residency import Visits, replay
-from moelab.streaming.eviction import LayerLfu, Lru
+from moelab.streaming.cache.eviction import LayerLfu, Lru
 
 T, L, E, K = 60, 4, 16, 3
 SIZES = np.array([1000, 2000, 1000, 500])

@@ -7,7 +7,7 @@ import pytest
 
 from moelab.disk import declared
 from moelab.errors import ContractError
-from moelab.streaming.device import Throttle, VirtualDevice
+from moelab.streaming.store.device import Throttle, VirtualDevice
 
 MIB = 1 << 20
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moelab.errors import ContractError
-from moelab.streaming.eviction import POLICIES, HotPin, LayerLfu, LayerStaleness, Lru, RecentLfu, policy
+from moelab.streaming.cache.eviction import POLICIES, HotPin, LayerLfu, LayerStaleness, Lru, RecentLfu, policy
 
 L, E = 3, 4
 

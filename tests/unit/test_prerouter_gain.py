@@ -11,7 +11,7 @@ import pytest
 from moelab.errors import ContractError, RecordError
 from moelab.prerouter import HeadIdentity, write_heads
 from moelab.streaming import EngineOptions, StreamingEngine
-from moelab.streaming.simulator import ISSUE
+from moelab.streaming.schedule.prefetch import ISSUE
 from moelab.studies import prerouter_gain as gain_study
 from moelab.studies import prerouter_report
 from moelab.studies import prerouter_rounds as rounds_study

@@ -16,8 +16,8 @@ from moelab.prerouter.fills import Clock
 from moelab.prerouter.stager import CrossTokenStager, PrerouterStager
 from moelab.routes import DECODED, PREFILLED
 from moelab.streaming import EngineOptions, StreamedModel
-from moelab.streaming.stack import Stack
-from moelab.streaming.staged import StagedSlots
+from moelab.streaming.layer.stack import Stack
+from moelab.streaming.layer.staged import StagedSlots
 
 PROMPT = [23, 99, 41, 7, 150]
 ENGINES = world.Engines()

@@ -8,7 +8,7 @@ import pytest
 from moelab.errors import ContractError, GeometryError
 from moelab.flywheel.foresight import Lookahead, Opt
 from moelab.flywheel.residency import Visits, replay
-from moelab.streaming.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru, RecentLfu
+from moelab.streaming.cache.eviction import ExpectedNextUse, HotPin, LayerLfu, LayerStaleness, Lru, RecentLfu
 
 L, E, K = 3, 8, 2
 SIZES = np.array([5, 7, 4])

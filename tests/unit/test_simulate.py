@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from moelab.errors import ContractError, GeometryError
-from moelab.streaming.cache import Cache
-from moelab.streaming.device import VirtualDevice
-from moelab.streaming.eviction import LayerLfu, Lru
-from moelab.streaming.oracle import NoisyOracle, Oracle, PreviousToken
-from moelab.streaming.passes import Passes
-from moelab.streaming.prefetch import Prefetcher
-from moelab.streaming.schedule import Scheduler
-from moelab.streaming.simulation import share_of_possible
-from moelab.streaming.simulator import ISSUE, simulate
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import LayerLfu, Lru
+from moelab.streaming.schedule.oracle import NoisyOracle, Oracle, PreviousToken
+from moelab.streaming.schedule.passes import Passes
+from moelab.streaming.schedule.prefetch import ISSUE, Prefetcher
+from moelab.streaming.schedule.schedule import Scheduler
+from moelab.streaming.simulation.simulation import share_of_possible
+from moelab.streaming.simulation.simulator import simulate
+from moelab.streaming.store.device import VirtualDevice
 
 
 def run(

@@ -9,9 +9,9 @@ import torch
 from moelab.errors import GeometryError, PolicyError
 from moelab.policies import AnchoredTop1Selection, OverflowToAnchorCapacity
 from moelab.specialists import CacheAvailability, available_by_token, available_now
-from moelab.streaming.cache import Cache
-from moelab.streaming.device import VirtualDevice
-from moelab.streaming.eviction import Lru
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import Lru
+from moelab.streaming.store.device import VirtualDevice
 
 
 class Held:

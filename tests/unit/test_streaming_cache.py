@@ -4,8 +4,8 @@ import pytest
 
 from moelab.errors import ContractError, GeometryError
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming.cache import Cache
-from moelab.streaming.eviction import POLICIES, policy
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import POLICIES, policy
 
 L, E, K = 4, 8, 2
 SIZES = [80, 40, 40, 40]  # layer 0 at eight bits, the rest at four

@@ -13,8 +13,8 @@ from moelab.errors import ArtifactError, MissingArtifactError, ParameterError, U
 from moelab.files import read_json, write_json
 from moelab.models import load
 from moelab.streaming import open_store, write_pack
-from moelab.streaming.checkpoint import model_digest
-from moelab.streaming.shards import encode_header, read_header
+from moelab.streaming.store.checkpoint import model_digest
+from moelab.streaming.store.shards import encode_header, read_header
 
 READERS = ("auto", "buffered", "mmap")
 

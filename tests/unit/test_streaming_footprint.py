@@ -6,8 +6,8 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from moelab.errors import ContractError, UnsupportedModelError
 from moelab.models import tiny
-from moelab.streaming.footprint import Footprint, Growth, room, seen_positions
-from moelab.streaming.skeleton import skeleton
+from moelab.streaming.engine.footprint import Footprint, Growth, room, seen_positions
+from moelab.streaming.store.skeleton import skeleton
 
 # Two layers: one cache that grows by 10 bytes a position, one that keeps a window of 8; a token takes 100 bytes and
 # 2 for each position it sees; a row of logits 50.

@@ -8,7 +8,7 @@ from switch_world import DIM, E, K, World, inputs
 from moelab.errors import ContractError, GeometryError
 from moelab.routes import DECODED
 from moelab.specialists.availability import CacheAvailability
-from moelab.streaming.options import LayerOptions
+from moelab.streaming.layer.options import LayerOptions
 
 X = inputs((1, 1))
 HAVE = np.array([[[5, 0, 7, 2]]], np.uint32)

@@ -8,7 +8,7 @@ from moelab import models
 from moelab.models import tiny
 from moelab.routes import DECODED
 from moelab.streaming import EngineOptions, StreamingEngine
-from moelab.streaming.forward import Forward
+from moelab.streaming.memory.forward import Forward
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from moelab.errors import ContractError, StoreError
 from moelab.models import tiny
 from moelab.routes import DECODED
 from moelab.streaming import Cache, Prefetcher, Scheduler, VirtualDevice, open_store, policy, write_pack
-from moelab.streaming.memory import ExpertMemory
+from moelab.streaming.memory.memory import ExpertMemory
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from moelab.errors import ParameterError
-from moelab.streaming import options as module
-from moelab.streaming.options import PROFILES, LayerOptions, profile
+from moelab.streaming.layer import options as module
+from moelab.streaming.layer.options import PROFILES, LayerOptions, profile
 
 DEFAULTS = {
     "staged": False, "staged_replace": False, "staged_n": 8, "staged_trigger": 8, "staged_sync": True,

@@ -25,8 +25,9 @@ from moelab.__main__ import main
 from moelab.errors import ArtifactError, ParameterError, StoreError
 from moelab.files import digest_file, read_json, write_json
 from moelab.models import find_blocks
-from moelab.streaming import EngineOptions, Pack, StreamingEngine, open_store, packing, read_pack, write_pack
-from moelab.streaming.skeleton import skeleton
+from moelab.streaming import EngineOptions, Pack, StreamingEngine, open_store, read_pack, write_pack
+from moelab.streaming.store import packing
+from moelab.streaming.store.skeleton import skeleton
 
 READERS = ("auto", "buffered", "mmap")
 

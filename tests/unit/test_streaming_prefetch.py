@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from moelab.errors import ContractError
 from moelab.routes import DECODED
-from moelab.streaming.cache import Cache
-from moelab.streaming.eviction import HotPin, policy
-from moelab.streaming.prefetch import Prefetcher
-from moelab.streaming.schedule import P0, P1, P2, Scheduler, Ticket
+from moelab.streaming.cache.cache import Cache
+from moelab.streaming.cache.eviction import HotPin, policy
+from moelab.streaming.schedule.prefetch import Prefetcher
+from moelab.streaming.schedule.schedule import P0, P1, P2, Scheduler, Ticket
 
 L, E, K, SIZE = 3, 8, 2, 10
 

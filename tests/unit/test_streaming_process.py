@@ -11,7 +11,8 @@ from moelab import models
 from moelab.errors import ContractError
 from moelab.lab.peers import generated
 from moelab.models import tiny
-from moelab.streaming import EngineOptions, StreamedModel, StreamingEngine, packing, write_pack
+from moelab.streaming import EngineOptions, StreamedModel, StreamingEngine, write_pack
+from moelab.streaming.store import packing
 
 MiB = 1 << 20
 TOKENS = 2251

@@ -19,8 +19,8 @@ from moelab.errors import (
 from moelab.models import tiny
 from moelab.routes import DECODED
 from moelab.streaming import EngineOptions, LayerOptions, StreamedModel, StreamingEngine, profile, write_pack
-from moelab.streaming.fill import Fill
-from moelab.streaming.layout import aligned
+from moelab.streaming.memory.fill import Fill
+from moelab.streaming.store.layout import aligned
 
 ROOM = EngineOptions(cache_bytes=4 << 20)
 

@@ -11,8 +11,8 @@ from switch_world import DIM, E, K, World, inputs, routes
 
 from moelab.errors import ContractError, GeometryError, ParameterError
 from moelab.routes import DECODED, PREFILLED
-from moelab.streaming.options import LayerOptions
-from moelab.streaming.stack import Stack
+from moelab.streaming.layer.options import LayerOptions
+from moelab.streaming.layer.stack import Stack
 
 X = inputs((1, 1))
 SET = [0, 2, 5, 7]

@@ -14,10 +14,10 @@ import pytest
 
 from moelab.errors import GeometryError, MissingArtifactError, ParameterError, StoreError
 from moelab.streaming import VirtualDevice
-from moelab.streaming.layout import DTYPES, ExpertLayout, TensorSpec, aligned, convert, run_dtype
-from moelab.streaming.plan import plan_reads
-from moelab.streaming.readers import open_reader
-from moelab.streaming.store import ExpertStore
+from moelab.streaming.store.layout import DTYPES, ExpertLayout, TensorSpec, aligned, convert, run_dtype
+from moelab.streaming.store.plan import plan_reads
+from moelab.streaming.store.readers import open_reader
+from moelab.streaming.store.store import ExpertStore
 
 READERS = ("auto", "buffered", "mmap")
 EXPERTS, LAYERS = 6, 2

@@ -9,7 +9,7 @@ from moelab.flywheel.residency import Visits, replay
 from moelab.models import tiny
 from moelab.routes import DECODED, PREFILLED, Routes
 from moelab.streaming import Passes, open_store, write_pack
-from moelab.streaming.pack import PackSource
+from moelab.streaming.store.pack import PackSource
 from moelab.studies import streaming_claims, streaming_reads, streaming_study
 from moelab.studies.streaming_study import StreamingOptions
 
@@ -89,7 +89,7 @@ def test_the_probe_reads_what_the_store_reads(loaded, tmp_path):
     source = PackSource(tmp_path / "pack", "float32")
     probe = streaming_reads.RawProbe(source)
     with open_store(tmp_path / "pack") as store:
-        from moelab.streaming.layout import aligned
+        from moelab.streaming.store.layout import aligned
 
         size = store.layouts[1].slot_bytes
         ours, theirs = aligned(size), aligned(size)

@@ -11,7 +11,7 @@ models.activate("reference")
 
 from moelab.models import stand_in  # noqa: E402
 from moelab.streaming import EngineOptions, StreamingEngine, VirtualDevice, open_store  # noqa: E402
-from moelab.streaming.validation import RecordedDevice, record, resimulate  # noqa: E402
+from moelab.streaming.simulation.validation import RecordedDevice, record, resimulate  # noqa: E402
 from moelab.studies.streaming_timing import judged  # noqa: E402
 
 

@@ -189,7 +189,7 @@ def engine(request: Request) -> Running:
 
     blas = activate("auto", request.threads)
     from ...streaming import EngineOptions, StreamingEngine
-    from ...streaming.options import profile
+    from ...streaming.layer.options import profile
 
     settings = dict(request.settings)
     layer = profile(**settings.pop("layer")) if "layer" in settings else None

@@ -165,7 +165,7 @@ def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: g
 
 def _pack(checkpoint: artifacts.Artifact) -> artifacts.Artifact:
     from ...streaming import write_pack
-    from ...streaming.pack import VERSION
+    from ...streaming.store.pack import VERSION
 
     def make(folder: Path) -> dict[str, Any]:
         return {"layers": len(write_pack(checkpoint.path, folder / PACK).layers)}

@@ -1,0 +1,269 @@
+"""The expert store: the bytes of one expert, from a stock checkpoint in place or from a pack.
+
+A *source* (`checkpoint`, `pack`) says in which files the tensors of an expert lie and in which types they are
+to be run; a *reader* (`readers`) fetches bytes. The store puts the two together. It plans each expert's
+reads once: places that share or touch a page become one read. A record of a pack whose types are the run
+types has the layout of a slot, and is read by one direct read into the slot itself; everything else goes
+through a page-aligned buffer of the reading thread and is copied, or converted, into place.
+
+The store knows nothing of mlx, and any number of threads may read from it at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...errors import GeometryError, ParameterError, StoreError
+from .device import Throttle, VirtualDevice
+from .layout import ExpertLayout, aligned
+from .pack import MANIFEST, PackSource, half_written
+from .plan import Read, plan_reads
+from .readers import Bounce, open_reader
+
+__all__ = ["ExpertStore", "Source", "open_store"]
+
+VERIFY = ("header", "records")
+
+
+class Source(Protocol):
+    """Where experts lie. `identity` says what the bytes are; `places` is one `(file, start)` a tensor."""
+
+    layers: int
+    experts: int
+    layouts: tuple[ExpertLayout, ...]
+    files: list[Path]
+
+    def identity(self) -> dict[str, Any]: ...
+
+    def places(self, layer: int, expert: int) -> Sequence[tuple[int, int]]: ...
+
+    def checksum(self, layer: int, expert: int) -> int | None:
+        """CRC-32 of the record, None where the source keeps none."""
+
+
+class ExpertStore:
+    """Experts by layer and number. Made by `open_store`.
+
+    Attributes:
+        layers: MoE layers L.
+        experts: E in each.
+        layouts: one `ExpertLayout` a layer.
+        reads, payload_bytes, physical_bytes: experts read; their bytes as stored; the bytes asked of the device.
+        busy_s: time during which at least one read was in progress.
+    """
+
+    def __init__(
+        self, source: Source, *, reader: str = "auto", device: VirtualDevice | None = None, check_reads: bool = False
+    ):
+        self.layers, self.experts, self.layouts = source.layers, source.experts, source.layouts
+        self.reads = self.payload_bytes = self.physical_bytes = 0
+        self.busy_s = 0.0
+        self._source, self._check = source, check_reads
+        if check_reads:
+            self._require_checksums("check_reads")
+        self._throttle = None if device is None else Throttle(device)
+        self._plans: dict[tuple[int, int], tuple[Read, ...]] = {}
+        self._bounce = Bounce()
+        self._state = threading.Condition(threading.Lock())
+        self._reading, self._since = 0, 0.0
+        self._closed, self._process = False, os.getpid()
+        self._reader = open_reader(reader, source.files)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What is read and how: `source`, `model` (digest), `precision`, `reader` really used, `throttle`."""
+        device = self._throttle and self._throttle.device
+        throttle = device and {
+            "latency_s": device.latency_s, "bytes_per_s": device.bytes_per_s, "lanes": device.lanes,
+        }  # fmt: skip
+        return {**self._source.identity(), "reader": self._reader.kind, "throttle": throttle}
+
+    @property
+    def virtual_s(self) -> list[float]:
+        """Seconds that each read so far took on the declared device; empty without one."""
+        return self._throttle.virtual_s if self._throttle else []
+
+    @property
+    def overslept_s(self) -> float:
+        """Mean seconds from a read's end on the declared device until its thread went on; 0 without a throttle."""
+        return self._throttle.overslept_s / max(self._throttle.reads, 1) if self._throttle else 0.0
+
+    def nbytes(self, layer: int) -> int:
+        """Bytes of one expert of this layer as stored, without padding."""
+        return self.layouts[layer].stored_bytes
+
+    def read_into(self, layer: int, expert: int, out: np.ndarray) -> int:
+        """Read one expert into `out`, `u8[slot_bytes]` of this layer's layout. Blocks; any thread.
+
+        Page-aligned memory spares a copy. Returns the bytes asked of the device.
+
+        Raises:
+            GeometryError: no such expert, or memory of another size or kind.
+            StoreError: closed, or opened in another process; the file ended early; the system reports an
+                error; the checksum is wrong. The contents of `out` are then undefined: nothing may use them.
+        """
+        return self._read(layer, expert, out, check=self._check)
+
+    def _read(self, layer: int, expert: int, out: np.ndarray, *, check: bool) -> int:
+        layout = self._layout(layer, expert)
+        if out.dtype != np.uint8 or out.shape != (layout.slot_bytes,) or not out.flags.c_contiguous:
+            raise GeometryError(
+                "memory does not fit an expert", field="out", got=(str(out.dtype), out.shape),
+                expected=f"contiguous uint8 ({layout.slot_bytes},)",
+            )  # fmt: skip
+        plan = self._plans.get((layer, expert))
+        if plan is None:
+            places = self._source.places(layer, expert)
+            plan = self._plans[layer, expert] = plan_reads(layout, places, align=self._reader.align)
+        physical, done = 0, False
+        self._begin()
+        try:
+            with self._throttle.read(sum(r.length for r in plan)) if self._throttle else nullcontext():
+                for read in plan:
+                    # Types and places are those of the slot: the disk fills it. Else by way of this thread's buffer.
+                    direct = read.direct and out.__array_interface__["data"][0] % self._reader.align == 0
+                    buffer = out[: read.length] if direct else self._bounce.take(read.length)
+                    physical += self._reader.fetch(read.file, read.start, read.need, buffer)
+                    if check:
+                        self._compare(layer, expert, read, buffer)
+                    if not direct:
+                        read.place(layout, buffer, out)
+            done = True
+        finally:
+            self._end(layout.stored_bytes, physical, done)
+        return physical
+
+    def read(self, layer: int, expert: int) -> dict[str, np.ndarray]:
+        """One expert as arrays in their run types, by tensor name (bfloat16 as `uint16` bit patterns)."""
+        layout = self._layout(layer, expert)
+        slot = aligned(layout.slot_bytes)
+        self.read_into(layer, expert, slot)
+        return layout.arrays(slot)
+
+    def read_many(self, keys: Sequence[int], outs: Iterable[np.ndarray]) -> int:
+        """`read_into` for each key (layer·E + expert) and its memory, in the order of the disk; bytes asked for."""
+        pairs = sorted(zip(keys, outs, strict=True), key=lambda pair: pair[0])
+        return sum(self.read_into(*divmod(key, self.experts), out) for key, out in pairs)
+
+    def verify(self) -> None:
+        """Read every expert of a pack and compare its checksum. Raises StoreError at the first that differs."""
+        self._require_checksums("verify")
+        for layer, layout in enumerate(self.layouts):
+            slot = aligned(layout.slot_bytes)
+            for expert in range(self.experts):
+                self._read(layer, expert, slot, check=True)
+
+    def close(self) -> None:
+        """Wait for reads in progress, then close the files. Safe to call twice."""
+        with self._state:
+            self._closed = True
+            # A descriptor closed under a read could be given to another file, whose bytes would then be read.
+            self._state.wait_for(lambda: not self._reading)
+            self._reader.close()
+
+    def __enter__(self) -> ExpertStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ inside
+
+    def _layout(self, layer: int, expert: int) -> ExpertLayout:
+        if not (0 <= layer < self.layers and 0 <= expert < self.experts):
+            raise GeometryError(
+                "no such expert", field="layer, expert", got=(layer, expert),
+                expected=f"below ({self.layers}, {self.experts})",
+            )  # fmt: skip
+        return self.layouts[layer]
+
+    def _compare(self, layer: int, expert: int, read: Read, buffer: np.ndarray) -> None:
+        got, expected = zlib.crc32(buffer[: read.need]), self._source.checksum(layer, expert)
+        if got != expected:
+            raise StoreError(
+                "the bytes of an expert are not those that were packed", file=self._reader.paths[read.file],
+                field=f"layer {layer}, expert {expert}", got=f"{got:08x}", expected=f"{expected:08x}",
+                fix="pack the model again",
+            )  # fmt: skip
+
+    def _require_checksums(self, field: str) -> None:
+        if self._source.checksum(0, 0) is None:
+            raise ParameterError(
+                "a stock checkpoint has no checksums", field=field, got="a checkpoint", expected="a pack",
+                fix="moelab pack MODEL OUT",
+            )  # fmt: skip
+
+    def _begin(self) -> None:
+        if os.getpid() != self._process:
+            raise StoreError(
+                "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
+                fix="open a store in each process, and start processes by spawn",
+            )  # fmt: skip
+        with self._state:
+            if self._closed:
+                raise StoreError("this expert store is closed", field="store", got="closed", expected="open")
+            if not self._reading:
+                self._since = time.perf_counter()
+            self._reading += 1
+
+    def _end(self, payload: int, physical: int, done: bool) -> None:
+        with self._state:
+            self._reading -= 1
+            self.reads += done
+            self.payload_bytes += payload * done
+            self.physical_bytes += physical
+            if not self._reading:
+                self.busy_s += time.perf_counter() - self._since
+                self._state.notify_all()
+
+
+def open_store(
+    path: str | Path,
+    *,
+    reader: str = "auto",
+    precision: str = "float32",
+    device: VirtualDevice | None = None,
+    verify: str = "header",
+    check_reads: bool = False,
+) -> ExpertStore:
+    """Open the experts of a pack, or of a stock checkpoint in place.
+
+    Args:
+        path: pack folder, checkpoint folder, or what `models.load` takes.
+        reader: `auto` (direct where the file system allows, else buffered), `o_direct`, `buffered`, `mmap`.
+        precision: floating tensors run in it (scales and biases too); `stored` leaves them.
+        device: slow the reads down to this virtual device; an expert is one read of it, wherever its tensors lie.
+        verify: `header` checks headers and sizes; `records` also reads every record of a pack and its checksum.
+        check_reads: compare the checksum at every read (pack only).
+
+    Raises:
+        ArtifactError: a file is missing, shorter than its header says, half written, or of an unknown version.
+        UnsupportedModelError: experts of this checkpoint do not lie there as they are run; keys are listed.
+        StoreError, ParameterError: as `ExpertStore` and `open_reader`.
+    """
+    if verify not in VERIFY:
+        raise ParameterError("unknown way to verify", field="verify", got=verify, expected=VERIFY)
+    if (Path(path) / MANIFEST).is_file() or half_written(Path(path)):
+        source = PackSource(path, precision)
+    else:
+        from .checkpoint import CheckpointSource
+
+        source = CheckpointSource(path, precision)
+    store = ExpertStore(source, reader=reader, device=device, check_reads=check_reads)
+    if verify == "records":
+        try:
+            store.verify()
+            source.verify_weights()
+        except BaseException:
+            store.close()
+            raise
+    return store
