@@ -43,7 +43,7 @@ from ..streaming.simulation.simulator import simulate
 from ..streaming.store.device import VirtualDevice
 
 RESULT = "simulation.json"
-FIGURES_VERSION = 1
+FIGURES_VERSION = 2
 """Raise when `study` writes other figures, so that older artefacts are not taken for these."""
 
 

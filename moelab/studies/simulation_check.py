@@ -6,9 +6,10 @@ read from. Compute times, and how late threads begin and wake, are the run's own
 Prefetches race with the layers that want them: told how long every read really took (`told_*`), the simulator shows
 whether it decides as the engine does; left to its device, whether the races end alike.
 
-Models take turns, for two engines on two cores would wait for each other; and each run is made twice and the faster
-one kept, since other work on a machine only ever slows it. How late a sleeping thread wakes is measured beside
-them: on a machine with more work than cores that is milliseconds, and the simulation then too fast.
+Models take turns, for two engines on two cores would wait for each other; and each run is made several times and the
+fastest one kept, since other work on a machine only ever slows it; how its races ended is told of every one. How late
+a sleeping thread wakes is measured beside them: on a machine with more work than cores that is milliseconds, and the
+simulation then too fast.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..flywheel.observations import Records
 from ..streaming.schedule.oracle import Oracle
 from ..streaming.schedule.passes import Passes
 from ..streaming.store.device import VirtualDevice
-from .simulation import SimulationOptions
+from .simulation import FIGURES_VERSION, SimulationOptions
 
 if TYPE_CHECKING:
     from ..streaming import StreamingEngine
@@ -37,6 +38,7 @@ PROMPT = 16
 CACHE = 0.1875
 """Share of all expert bytes: a cache that misses every other expert of the embedded models."""
 REPEATS = 2
+OFF = {"hits": "simulated_hits", "told": "told_hits"}
 READ_S = 2e-3
 """Latency of the declared device, and time of an expert's bytes: long against waking a thread."""
 
@@ -69,7 +71,7 @@ def check_model(model: str, options: SimulationOptions, observations: Path) -> P
     return artifacts.build(
         "simulation-check",
         inputs={"observations": records.artifact.content},
-        params={"tokens": options.check_tokens, "runtime": runtime},
+        params={"tokens": options.check_tokens, "runtime": runtime, "figures_version": FIGURES_VERSION},
         make=make,
     ).path
 
@@ -77,9 +79,16 @@ def check_model(model: str, options: SimulationOptions, observations: Path) -> P
 def runs(
     model: str | Path, tokens: list[int], *, repeats: int = REPEATS, read_s: float = READ_S
 ) -> list[dict[str, Any]]:
-    """The three runs of the module text, each the fastest of its repeats; `read_s` as `READ_S`."""
-    found = [_runs(model, tokens, read_s) for _ in range(repeats)]
-    return [min(row, key=lambda r: r["seconds"]) for row in zip(*found, strict=True)]
+    """The three runs of the module text, each the fastest of its repeats; `read_s` as `READ_S`.
+
+    `hits_off`, `told_off`: simulated hits less the real ones, of every repeat.
+    """
+    found = zip(*(_runs(model, tokens, read_s) for _ in range(repeats)), strict=True)
+    return [
+        min(rows, key=lambda row: row["seconds"])
+        | {f"{name}_off": [row[key] - row["hits"] for row in rows] for name, key in OFF.items()}
+        for rows in found
+    ]
 
 
 def _runs(model: str | Path, tokens: list[int], read_s: float) -> list[dict[str, Any]]:

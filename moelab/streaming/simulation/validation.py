@@ -2,11 +2,9 @@
 
 `record` decodes given tokens and keeps what the simulator needs: routes, and for each visit how long the engine
 computed and how long it waited. `resimulate` replays that through a cache, scheduler and device of the same
-figures. In a run on demand the simulated hits are the engine's, visit by visit; in time the two differ by what the
-simulator leaves out: waking threads, and cores that read and compute at once.
-
-Two sets of compute times make two different claims. The run's *own* tell whether the reading is modelled; those of a
-run with everything resident predict a machine's streamed speed from one that never streamed.
+figures. Compute times are the recording's own: what is compared is the reading. In a run on demand the simulated hits
+are the engine's, visit by visit; in time the two differ by what the simulator leaves out: cores that read and compute
+at once.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from .simulator import simulate
 if TYPE_CHECKING:
     from ..engine.engine import StreamingEngine
     from ..schedule.oracle import Candidate
+    from ..schedule.tickets import Ticket
     from ..store.store import ExpertStore
 
 __all__ = ["RecordedDevice", "Recording", "device_of", "record", "resimulate", "wake_late_s"]
@@ -57,6 +56,7 @@ class Recording:
         wake_s: `f64[reads]`, seconds of these beside the time on a declared device: on the way there, and until the
             thread went on; 0 where this machine's own disk was read.
         start_s: median seconds from a wish that found every reader idle until one began on it.
+        ask_s: median seconds from a layer's ids until what was predicted at them had been queued; 0 without prediction.
     """
 
     ids: np.ndarray
@@ -71,6 +71,7 @@ class Recording:
     reads: np.ndarray
     wake_s: np.ndarray
     start_s: float = 0.0
+    ask_s: float = 0.0
 
     @property
     def seconds_per_token(self) -> float:
@@ -128,8 +129,15 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
     engine.reset()
     engine.forward.timeline.clear()
     reads: list[tuple[float, float, float]] = []  # begun, ended, wished
+    predicted: list[float] = []  # wished
+
+    def watch(ticket: Ticket, now: float) -> None:
+        reads.append((ticket.started_at, now, ticket.submitted_at))
+        if ticket.owner != "demand":
+            predicted.append(ticket.submitted_at)
+
     engine.forward.listeners.append(routes)
-    engine.memory.ended.append(watch := lambda ticket, now: reads.append((ticket.started_at, now, ticket.submitted_at)))
+    engine.memory.ended.append(watch)
     started, ended = [], []
     try:
         kv = engine.loaded.make_cache()
@@ -141,7 +149,8 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
     finally:
         engine.forward.listeners.remove(routes)
         engine.memory.ended.remove(watch)
-    line = {name: column.reshape(-1, layers) for name, column in engine.forward.timeline.arrays().items()}
+    flat = engine.forward.timeline.arrays()
+    line = {name: column.reshape(-1, layers) for name, column in flat.items()}
     head = line["issue"][:, :1] - np.array(started)[:, None]
     payload, physical = store.payload_bytes - before[0], store.physical_bytes - before[1]
     virtual = np.array(store.virtual_s[before[2] :])
@@ -160,6 +169,7 @@ def record(engine: StreamingEngine, prompt: Sequence[int], tokens: Sequence[int]
         reads=took,
         wake_s=np.maximum(took - virtual, 0.0) if len(virtual) else np.zeros(len(took)),
         start_s=_start_s(sorted(reads)),
+        ask_s=_ask_s(predicted, flat["issue"]),
     )
 
 
@@ -168,7 +178,6 @@ def resimulate(
     recording: Recording,
     device: VirtualDevice,
     *,
-    times: Recording | None = None,
     predictor: Callable[[int, int], Sequence[Candidate] | None] | None = None,
     issue: str = "in_forward",
 ) -> Simulation:
@@ -176,14 +185,14 @@ def resimulate(
 
     Args:
         device: what the engine read from.
-        times: whose compute times; default the recording's own. Of another recording the median of its
-            decoded passes is taken, layer by layer.
         predictor, issue: of the `Issuer` that was at work; it is asked of decoded passes, counted from 0.
     """
     passes = Passes.of(recording.ids, experts=engine.store.experts, phase=recording.phase, order="sorted")
-    compute_s, tail_s = recording.compute_s, recording.tail_s
-    if times is not None:
-        compute_s, tail_s = np.median(times.compute_s[1:], 0), np.median(times.tail_s[1:])
+    # What asking takes lies between a layer's ids and the next layer's: the recording has it as compute.
+    ask_s = recording.ask_s if predictor is not None and issue == "in_forward" else 0.0
+    asking = ask_s * passes.decoded
+    compute_s, tail_s = recording.compute_s.copy(), np.maximum(recording.tail_s - asking, 0.0)
+    compute_s[:, 1:] = np.maximum(compute_s[:, 1:] - asking[:, None], 0.0)
     # How late threads go on scatters widely, and races depend on it: the run's own lateness, shuffled.
     wakes = np.random.default_rng(0).permutation(recording.wake_s)
     if isinstance(device, RecordedDevice) or not len(wakes):
@@ -214,6 +223,7 @@ def resimulate(
         asking_reads=True,
         start_s=recording.start_s,
         wake_s=wakes,
+        predict_s=ask_s,
         predictor=None if predictor is None else lambda step, layer: predictor(step - 1, layer) if step else None,
         issue=issue,
     )
@@ -227,6 +237,13 @@ def _start_s(reads: list[tuple[float, float, float]]) -> float:
             delays.append(begun - wished)
         busy_until = max(busy_until, ended)
     return float(np.median(delays)) if delays else 0.0
+
+
+def _ask_s(predicted: Sequence[float], issue: np.ndarray) -> float:
+    """`issue` in ascending order: a prediction belongs to the last of them before it."""
+    if not predicted:
+        return 0.0
+    return float(np.median(predicted - issue[np.searchsorted(issue, predicted, side="right") - 1]))
 
 
 def device_of(store: ExpertStore, *, depth: int, reads: int = 64, seed: int = 0) -> VirtualDevice:
