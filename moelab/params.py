@@ -169,7 +169,10 @@ def _checked(where: str, field: dataclasses.Field, hint: Any, value: Any) -> Any
             raise ParameterError("out of range", field=where, got=item, expected=", ".join(bounds))
         if choices is not None and item not in choices:
             raise ParameterError("unknown choice", field=where, got=item, expected=choices)
-    return _plain(hint, value)
+    plain = _plain(hint, value)
+    if isinstance(plain, list) and (twice := [item for place, item in enumerate(plain) if item in plain[:place]]):
+        raise ParameterError("given twice", field=where, got=twice[0], expected="each item once")
+    return plain
 
 
 def _matches(hint: Any, value: Any) -> bool:

@@ -91,6 +91,7 @@ def modes_model(
 
     Raises:
         ParameterError: the model is given with a memory budget; here many texts are run at once, on a resident one.
+            Or more experts a token are asked for than it has.
     """
     name, budget = models.split_budget(model)
     if budget is not None:
@@ -99,6 +100,11 @@ def modes_model(
             fix="give the model without a budget",
         )  # fmt: skip
     with opened(model) as loaded:
+        if (most := max(options.top_ks)) > (experts := loaded.geometry.experts):
+            raise ParameterError(
+                "more experts a token than there are", field="top_ks", got=most,
+                expected=f"at most {experts}, the experts of {model}",
+            )  # fmt: skip
         records, dataset = before.open()
         trained = artifacts.open_artifact(heads)
 

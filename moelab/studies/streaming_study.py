@@ -66,7 +66,9 @@ class StreamingOptions(Options):
     overlap_repeats: int = param(1, "answers of each arm that count, after one that does not", min=1)
     overlap_cycles: float = param(1.5, "cache of the overlap study, in token cycles", min=1.0)
     reserve_mb: int = param(32, "of the memory budget, kept for attention caches and activations, MiB", min=1)
-    memory_share: float = param(0.25, "share of all expert bytes that the memory budget leaves room for", min=0.01)
+    memory_share: float = param(
+        0.25, "share of all expert bytes that the memory budget leaves room for", min=0.01, max=1.0
+    )
     memory_tokens: int = param(24, "tokens of each of two answers while memory is watched", min=1)
 
 

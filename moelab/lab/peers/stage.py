@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ... import artifacts
-from ...errors import MoelabError
+from ...errors import MoelabError, ParameterError
 from ...files import read_json, write_json
 from ...params import Options, param
 from . import convert, generated
@@ -56,6 +56,17 @@ class PeersOptions(Options):
     tokens: int = param(4, "decoded tokens a run", min=2)
     cores: int = param(1, "arithmetic threads of every arm", min=1)
     timeout_s: float = param(600.0, "longest time of one run, s", min=1.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for field, ok, expected in (
+            ("top_k", self.top_k <= self.experts, f"at most {self.experts} = experts"),
+            ("heads", self.heads % self.kv_heads == 0, f"a multiple of {self.kv_heads} = kv_heads"),
+        ):
+            if not ok:
+                raise ParameterError(
+                    "no such model", field=f"PeersOptions.{field}", got=getattr(self, field), expected=expected
+                )
 
     @property
     def shape(self) -> generated.Shape:
