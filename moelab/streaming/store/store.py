@@ -170,6 +170,12 @@ class ExpertStore:
             self._state.wait_for(lambda: not self._reading)
             self._reader.close()
 
+    def __reduce__(self) -> None:
+        raise StoreError(
+            "a store belongs to the process that opened it", field="store", got="one to be copied or sent",
+            expected="one opened where it is used", fix="pass its path, and open a store in each process",
+        )  # fmt: skip
+
     def __enter__(self) -> ExpertStore:
         return self
 
