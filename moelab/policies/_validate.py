@@ -49,9 +49,10 @@ def check_finite(name: str, value: Tensor) -> Tensor:
 
 
 def check_ids(expert_ids: Sequence[str]) -> tuple[str, ...]:
-    """Refuse ids that are not distinct non-empty strings; returns them as a tuple."""
-    if _passed.get(id(expert_ids), _passed) is expert_ids:  # a bank's ids are the same at every call
-        return expert_ids
+    """Refuse ids that are not distinct non-empty strings; returns them as a tuple, of equal ones the first."""
+    known = _passed.get(id(expert_ids))
+    if known and known[0] is expert_ids:  # a bank's ids are the same at every call
+        return known[1]
     if isinstance(expert_ids, str) or not isinstance(expert_ids, Sequence):
         got = type(expert_ids).__name__
         raise PolicyError("expert_ids is not a sequence of ids", field="expert_ids", got=got, expected="tuple of str")
@@ -65,12 +66,13 @@ def check_ids(expert_ids: Sequence[str]) -> tuple[str, ...]:
         raise PolicyError("expert_ids repeats an id", field="expert_ids", got=twice, expected="distinct ids")
     if len(_passed) >= 64:
         _passed.clear()
-    _passed[id(ids)] = ids
-    return ids
+    first = next((other for _, other in _passed.values() if other == ids), ids)
+    _passed[id(ids)] = ids, first
+    return first
 
 
-_passed: dict[int, tuple[str, ...]] = {}
-"""Tuples of ids that were checked, by where they lie; held, so that no other can come to lie there."""
+_passed: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+"""Tuples of ids that were checked, each with the first equal one, by where they lie; held, so that no other can."""
 
 
 def check_scores(

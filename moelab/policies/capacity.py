@@ -75,9 +75,9 @@ class PromoteSurvivorsCapacity(Capacity):
 
 def check_availability(decision: Decision, expert_availability: Tensor) -> None:
     """Refuse anything but bool `[N]` or `[B, T, N]`."""
-    tokens = decision.selected_indices.shape[:2]
+    experts = len(decision.expert_ids)
     shared = not isinstance(expert_availability, Tensor) or expert_availability.dim() == 1
-    shape = (len(decision.expert_ids),) if shared else (*tokens, len(decision.expert_ids))
+    shape = (experts,) if shared else (*decision.selected_indices.shape[:2], experts)
     check_tensor("expert_availability", expert_availability, shape, dtypes=(torch.bool,))
 
 

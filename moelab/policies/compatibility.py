@@ -119,7 +119,7 @@ class CompatibilityTop2Selection(Selection):
             raise PolicyError("index is not an index", field="index", got=got, expected="CompatibilityIndex")
 
     def check_experts(self, expert_ids: tuple[str, ...]) -> None:
-        if expert_ids != self.index.expert_ids:
+        if expert_ids is not self.index.expert_ids and expert_ids != self.index.expert_ids:
             raise PolicyError(
                 "the index was built for another bank", field="index", got=self.index.expert_ids, expected=expert_ids
             )
@@ -151,6 +151,8 @@ class CompatibilityTop2Selection(Selection):
         for clique, members in zip(self.index.cliques, self.index.members, strict=True):
             scores = list(members(row))  # a clique has two at least
             first = max(scores)
+            if first + first < best:  # none of its pairs has a larger sum
+                continue
             i = scores.index(first)
             scores[i] = -math.inf
             second = max(scores)

@@ -18,9 +18,10 @@ packages.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
@@ -88,22 +89,23 @@ class HierarchicalSelection(Selection):
         self.check_experts(expert_ids)
         self.check_packages(scores, package_scores)
         if row is not None:
-            package, chosen = self.choose_both(scores.detach(), row, package_scores)
-            package = torch.full((1, 1), package, device=scores.device)
+            package, chosen = self.choose_both(scores, row, package_scores)
+            package = scores.new_tensor([[package]], dtype=torch.int64)
             return self.decide_one(scores, row, chosen, expert_ids, package_indices=package)
         bank = with_anchor(scores)
-        package = rank(with_anchor(self.evidence(scores.detach(), package_scores)), 1).squeeze(-1)
+        package = rank(with_anchor(self.evidence(scores, package_scores)), 1).squeeze(-1)
         return self.decide(
             bank, self.local.choose(self.inside(bank.detach(), package)), expert_ids, package_indices=package
         )
 
     def choose_both(self, scores: Tensor, row: list[float], package_scores: Tensor | None) -> tuple[int, list[int]]:
         """For a single token, the package and the `[S]` candidates inside it."""
-        if self.package_evidence == "max":
-            evidence = [max(row[first:stop]) for first, stop in pairwise(self.bounds)]
+        if self.package_evidence == "max":  # the package of the best specialist
+            (best,) = AnchoredTop1Selection().choose_one(row, scores.dtype)
+            package = bisect_left(self.bounds, best)
         else:
             evidence = self.evidence(scores, package_scores).flatten().tolist()
-        (package,) = AnchoredTop1Selection().choose_one(evidence, scores.dtype)
+            (package,) = AnchoredTop1Selection().choose_one(evidence, scores.dtype)
         first, stop = self.bounds[package - 1 : package + 1] if package else (0, 0)
         if isinstance(self.local, RankedSelection):  # it knows no specialist by position
             chosen = self.local.choose_one(row[first:stop], scores.dtype)
@@ -113,7 +115,7 @@ class HierarchicalSelection(Selection):
         return package, self.local.choose_one(inside, scores.dtype)
 
     def check_experts(self, expert_ids: tuple[str, ...]) -> None:
-        if sum(self.package_sizes) != len(expert_ids):
+        if self.bounds[-1] != len(expert_ids):
             expected = f"sizes that sum to {len(expert_ids)}"
             raise PolicyError(
                 "the packages do not cover the bank", field="package_sizes", got=self.package_sizes, expected=expected
@@ -132,12 +134,12 @@ class HierarchicalSelection(Selection):
             check_finite("package_scores", package_scores)
 
     def evidence(self, scores: Tensor, package_scores: Tensor | None) -> Tensor:
-        """`[B, T, P]` the evidence that ranks the packages."""
+        """`[B, T, P]` the evidence that ranks the packages; it carries no gradient."""
         if package_scores is not None:
             return package_scores.detach()
         if not self.package_sizes:
-            return scores
-        parts = scores.split(self.package_sizes, dim=-1)
+            return scores.detach()
+        parts = scores.detach().split(self.package_sizes, dim=-1)
         if self.package_evidence == "max":
             return torch.stack([part.amax(-1) for part in parts], dim=-1)
         # In float64, so that a package of one specialist has exactly that specialist's evidence.
@@ -145,7 +147,7 @@ class HierarchicalSelection(Selection):
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """`[P + 1]` where each package begins, and the end of the last."""
+        """`[P + 1]` 0 for the anchor, then the last candidate of each package: where the scores of the next begin."""
         return tuple(accumulate(self.package_sizes, initial=0))
 
     def inside(self, bank: Tensor, package: Tensor) -> Tensor:

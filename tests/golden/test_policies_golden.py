@@ -1,5 +1,6 @@
 """The policies reproduce the oracle's vectors exactly, and the vectors are the oracle's."""
 
+import itertools
 import json
 import math
 import random
@@ -188,3 +189,29 @@ def test_policy_equals_the_oracle_on_many_random_tokens(policy):
         }.get(policy, {})
         given = (params, scores, availability, hidden, None)
         assert run_policy(policy, *given) == oracle.run_case(policy, *given)
+
+
+@pytest.mark.parametrize("experts", [64, 256])
+def test_a_single_token_of_a_large_bank_equals_the_oracle(experts):
+    """With many ties: scores are eighths, in some tokens of two values only, in some never positive."""
+    draw = random.Random(experts)
+    every = list(itertools.combinations(range(experts), 2))
+    sizes = [1, experts // 4, experts // 2, experts // 4 - 1]
+    policies = [
+        ("anchored_top1", {}),
+        ("anchor_veto_top2", {}),
+        ("adaptive_top1_top2", {"mixture_threshold": 0.25}),
+        ("dynamic_k", {"k_max": 4, "threshold": 0.125}),
+        ("compatibility_top2", {"pairs": [(i, j) for i, j in every if 4 * i // experts == 4 * j // experts]}),
+        ("compatibility_top2", {"pairs": [(i, j) for i, j in every if i % 4 == j % 4]}),
+        ("compatibility_top2", {"pairs": sorted(draw.sample(every, experts))}),
+        *(
+            ("hierarchical", {"package_sizes": sizes, "package_evidence": "max", "local": local})
+            for local in (("anchor_veto_top2", {}), ("dynamic_k", {"k_max": 3, "threshold": 0.5}))
+        ),
+    ]
+    for (low, high), (policy, params) in itertools.product(((-6, 7), (-6, 200), (0, 2), (-6, 1)), policies):
+        token = [draw.randrange(low, high) / 8 for _ in range(experts)]
+        availability = [draw.random() < 0.7 for _ in token]
+        given = (params, [[token]], availability, [[[0.5]]], None)
+        assert run_policy(policy, *given) == oracle.run_case(policy, *given), (policy, low, high)

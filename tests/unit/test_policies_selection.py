@@ -18,6 +18,7 @@ from moelab.policies import (
     OverflowToAnchorCapacity,
 )
 from moelab.policies import compatibility as compatibility_module
+from moelab.policies._validate import check_ids
 from moelab.policies.decisions import SORT_AT_MOST, rank
 
 IDS = ("a:0", "a:1", "b:0", "b:1")
@@ -115,6 +116,17 @@ def test_compatibility_in_parts_equals_compatibility_at_once(monkeypatch):
     assert GROUPED(scores[:, :0], expert_ids=IDS).selected_indices.shape == (2, 0, 2)
 
 
+def test_a_later_clique_may_hold_an_equal_pair_of_earlier_append_order():
+    index = CompatibilityIndex(IDS, [(0, 1), (0, 2), (0, 3), (1, 2)])
+    assert index.cliques == ((0, 3), (0, 1, 2))
+    ring = CompatibilityTop2Selection(index)
+    # Twice the best score of the second clique is the sum of the first: no larger, but its pair comes first.
+    assert decide(ring, [1.0, 1.0, 1.0, 1.0]) == [[1, 2]]
+    assert decide(ring, [1.0, 0.5, 1.0, 1.0]) == [[1, 3]]
+    assert decide(ring, [1.0, 0.5, 0.75, 1.0]) == [[1, 4]]
+    assert decide(ring, [-1.0, 0.5, 0.5, 2.0]) == [[2, 3]], "a clique without a pair bounds nothing"
+
+
 def test_compatibility_without_pairs_is_the_anchor():
     alone = CompatibilityTop2Selection(CompatibilityIndex(IDS, ()))
     assert decide(alone, [1.0, 2.0, 3.0, 4.0]) == [[0, 0]]
@@ -185,7 +197,8 @@ def test_bad_counts_are_refused():
 
 def test_bad_hierarchies_are_refused():
     ones = torch.ones(1, 1, 4)
-    refused(lambda: HierarchicalSelection((2, 3))(ones, expert_ids=IDS), "package_sizes", (2, 3))
+    for sizes in ((2, 3), (2, 1), ()):
+        refused(lambda sizes=sizes: HierarchicalSelection(sizes)(ones, expert_ids=IDS), "package_sizes", sizes)
     refused(lambda: HierarchicalSelection((2, 2), package_evidence="mean"), "package_evidence", "mean")
     refused(lambda: HierarchicalSelection((2, 2), AnchoredTop1Selection()), "local", "AnchoredTop1Selection")
     refused(lambda: HierarchicalSelection((2, 2), HierarchicalSelection((2, 2))), "local", "HierarchicalSelection")
@@ -270,6 +283,38 @@ def test_packages_are_for_hierarchies():
             "package_scores",
             "Tensor",
         )
+
+
+def test_equal_ids_are_one_tuple():
+    mine, equal = (tuple(f"equal:{n}" for n in range(3)) for _ in range(2))
+    assert (
+        mine is not equal and check_ids(mine) is check_ids(equal) is check_ids(list(mine)) is check_ids(equal) is mine
+    )
+    assert check_ids(mine[::-1]) == mine[::-1]
+    for n in range(70):  # more than are remembered
+        check_ids((f"bank:{n}",))
+    assert check_ids(equal) == equal
+    index = CompatibilityIndex.from_groups(mine, "aab")
+    assert CompatibilityTop2Selection(index)(torch.ones(1, 1, 3), expert_ids=equal).selected_indices.tolist() == [
+        [[1, 2]]
+    ]
+    refused(lambda: CompatibilityTop2Selection(index)(torch.ones(1, 1, 2), expert_ids=mine[:2]), "index")
+
+
+@pytest.mark.parametrize("evidence", ["given", "max", "logsumexp"])
+def test_evidence_of_packages_carries_no_gradient(evidence):
+    scores = torch.tensor([[[1.0, 0.5, 2.0, 0.25]]], requires_grad=True)
+    given = torch.ones(1, 1, 2, requires_grad=True) if evidence == "given" else None
+    policy = HierarchicalSelection((2, 2), AdaptiveTop1Top2Selection(), evidence)
+    assert not policy.evidence(scores, given).requires_grad
+    assert not HierarchicalSelection((), package_evidence=evidence).evidence(scores[..., :0], given).requires_grad
+    for tokens in (1, 2):
+        decision = policy(
+            scores.expand(1, tokens, 4),
+            expert_ids=IDS,
+            package_scores=given if given is None else given.expand(1, tokens, 2),
+        )
+        assert not decision.package_indices.requires_grad and decision.selected_scores.requires_grad
 
 
 def test_ids_that_were_right_once_are_checked_again():
