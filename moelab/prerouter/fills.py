@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..streaming.engine.engine import StreamingEngine
     from .modes import Prediction
 
-__all__ = ["CacheFill", "Clock", "SlotFill", "fill_of"]
+__all__ = ["CacheFill", "Clock", "Protection", "SlotFill", "fill_of"]
 
 
 class Clock:
@@ -117,6 +117,33 @@ class CacheFill:
         self.forget()
         self.engine.memory.observers.remove(self.prefetcher.observe)
         return self.prefetcher.close()
+
+
+class Protection:
+    """Predicted experts are not evicted before their turn. Given when a layer's turn is over, so that its next turn is
+    the predicted one."""
+
+    def __init__(self, engine: StreamingEngine):
+        self.engine = engine
+        self._expected: dict[int, tuple[int, ...]] = {}
+
+    def give(self, layer: int, ids: tuple[int, ...]) -> None:
+        """To these experts, in place of those given it before."""
+        switch = self.engine.switches[layer]
+        if hasattr(switch, "predict"):
+            switch.predict(ids)
+        else:
+            self.engine.memory.expect(layer, ids, instead_of=self._expected.get(layer, ()))
+            self._expected[layer] = ids
+
+    def lift(self, layer: int) -> None:
+        """No expert of the layer is predicted any more."""
+        self.give(layer, ())
+        self.engine.memory.expect(layer, (), instead_of=range(self.engine.store.experts))
+
+    def reset(self) -> None:
+        """A new request."""
+        self._expected.clear()
 
 
 def fill_of(

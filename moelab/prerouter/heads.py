@@ -82,7 +82,8 @@ class Head:
         return cls._second(arrays, first + columns[ids].sum(-2)).astype(mx.float32)
 
     @staticmethod
-    def _second(arrays: Mapping[str, mx.array], first: mx.array) -> mx.array:
+    def _second(arrays, first, gelu=gelu):
+        """Logits, of features through `FIRST`; in numpy as well, given numpy arrays and a `gelu` of them."""
         raise NotImplementedError
 
     def dense(self, features: mx.array) -> mx.array:
@@ -113,7 +114,7 @@ class PrerouterHead(Head):
         self.arrays = _settled({"map": both[:width], "columns": both[width:], "fc2": fc2.T}, precision)
 
     @staticmethod
-    def _second(arrays, first):
+    def _second(arrays, first, gelu=gelu):
         hidden = arrays["fc2"].shape[-2]
         return first[..., hidden:] + gelu(first[..., :hidden]) @ arrays["fc2"]
 
@@ -141,7 +142,7 @@ class SharedHead(Head):
         self.arrays = _settled(parts, precision)
 
     @staticmethod
-    def _second(arrays, first):
+    def _second(arrays, first, gelu=gelu):
         return gelu(first * arrays["scale"]) @ arrays["fc2"]
 
 

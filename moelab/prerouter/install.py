@@ -125,7 +125,7 @@ class Prerouter:
         self.reset()
         self.fill.forget()
         for layer in self.wiring.consumer_index:
-            self.stager.unprotect(layer)
+            self.stager.protection.lift(layer)
 
     def __enter__(self) -> Self:
         return self

@@ -11,7 +11,8 @@ token has nothing before it: its pass is native (`Source.START`), and its head s
 `in_forward` runs a layer's head inside the pass, right after the layer's route is known. Where the route came from the
 gate, its input has been computed by then, and the head's answer is read at once. A predicted route needs no
 synchronisation, so its layer's input may still be lazy: the head is set going (`async_eval`) and its answer is read
-when the next layer's turn comes. The other issue points run all heads in one batched call between two passes.
+when the next layer's turn comes. The other issue points run all heads in one batched call between two passes. What is
+surely no route, but advice, is worked out on the host (`advice`).
 
 One sequence at a time. `reset` belongs to a new request; the cache, its counts and what lies in slots survive it.
 
@@ -31,8 +32,9 @@ from ..errors import ContractError, GeometryError
 from ..models.families import Selection
 from ..models.native import select
 from ..routes import DECODED
+from .advice import Advice
 from .calls import Features, HeadCalls
-from .fills import CacheFill, SlotFill
+from .fills import CacheFill, Protection, SlotFill
 from .heads import Head, HeadBank
 from .hooks import BlockParts
 from .modes import Prediction, source_of, true_weights, weigh
@@ -87,9 +89,11 @@ class PrerouterStager:
         self.teacher, self.biased, self.extra, self.protect = teacher, biased, extra, protect
         self.family, self.calibration = engine.loaded.family, calibration
         self.consumer_of = dict(zip(wiring.owner_index, wiring.consumer_index, strict=True))
-        self._calls = HeadCalls(heads, dict(zip(wiring.owner_index, wiring.owners, strict=True)), calibration)
-        self.supply = Supply(len(parts), wiring.consumer_index)
-        self._expected: dict[int, tuple[int, ...]] = {}
+        names = dict(zip(wiring.owner_index, wiring.owners, strict=True))
+        biases = {o: parts[c].bias for o, c in self.consumer_of.items()} if biased else {}
+        self._calls = HeadCalls(heads, names, calibration)
+        self._advice = Advice(heads, names, calibration, self.family, biases, extra=extra)
+        self.supply, self.protection = Supply(len(parts), wiring.consumer_index), Protection(engine)
         self._dropped = [0] * len(parts)
         self.reset()
 
@@ -168,14 +172,15 @@ class PrerouterStager:
                 raise GeometryError("one sequence at a time", field="x", got=x.shape, expected="[1, T, H]")
             features = self._features(layer, ids.reshape(-1, ids.shape[-1]), x)
             self._now[layer] = features.current
-            if self.issue == "in_forward" and self.engine.forward.phase == DECODED:
-                self._ask([layer], features)
-                if self.supply.source(layer) != Source.PREDICTION:
-                    self._answer(now, after=layer)
-            else:
+            if self.issue != "in_forward" or self.engine.forward.phase != DECODED:
                 self._captured[layer] = features
+            elif self.supply.source(layer) == Source.PREDICTION:
+                self._ask([layer], features)
+            elif not self._advised(layer, features, now, after=layer):
+                self._ask([layer], features)
+                self._answer(now, after=layer)
         if layer in self._named:
-            self._protect(layer, self._named.pop(layer))
+            self.protection.give(layer, self._named.pop(layer))
 
     def ended(self, *, step: int) -> None:
         """The boundary: what is left of the heads' work, and the commit."""
@@ -186,10 +191,10 @@ class PrerouterStager:
         now = self.engine.memory.clock()
         self._answer(now, after=None)
         if self._captured:
-            self._run_all()
+            self._run_all(now)
             self._answer(now, after=None)
         for layer, ids in self._named.items():
-            self._protect(layer, ids)
+            self.protection.give(layer, ids)
         self._named.clear()
         self.predictions, self._next = self._next, {}
         self.logits_before, self.logits, self._new_logits = self.logits, self._new_logits, {}
@@ -207,7 +212,7 @@ class PrerouterStager:
         self.logits_before: dict[int, mx.array] = {}
         self._last: dict[int, mx.array] = {}  # owner -> top-K of the last token
         self._forget_pass()
-        self._expected.clear()
+        self.protection.reset()
         self.supply.reset()
 
     def _enter(self, step: int) -> None:
@@ -231,9 +236,10 @@ class PrerouterStager:
 
     # ------------------------------------------------------------------ heads
 
-    def _run_all(self) -> None:
-        """Every captured layer's head, in one call where the heads are a bank."""
-        captured, self._captured = dict(sorted(self._captured.items())), {}
+    def _run_all(self, now: float) -> None:
+        """Every captured layer's head; those asked in mlx in one call, where they are all of a bank."""
+        captured, self._captured = sorted(self._captured.items()), {}
+        captured = {o: features for o, features in captured if not self._advised(o, features, now, after=None)}
         if isinstance(self.heads, HeadBank) and len(captured) == len(self.heads):
             self._ask(list(captured), Features.stack(list(captured.values())))
             return
@@ -247,31 +253,28 @@ class PrerouterStager:
             owners, features, lambda logits: self._select([self.consumer_of[o] for o in owners], logits, count)
         )
 
+    def _advised(self, owner: int, features: Features, now: float, *, after: int | None) -> bool:
+        """Work out on the host what is surely no route. False: the head has to be asked."""
+        prediction = self._advice(owner, features, self.mode, self.threshold)
+        if prediction is not None:
+            self._told(owner, prediction, now, after=after)
+        return prediction is not None
+
     def _answer(self, now: float, *, after: int | None) -> None:
-        """Read what the heads last asked say, and ask for its experts. `after`: as in `fills`."""
+        """Read what the heads last asked say."""
         for owner, prediction in self._calls.answer(self.family.top_k):
-            consumer = self.consumer_of[owner]
-            self._new_logits[owner] = prediction.logits
-            self._store(consumer, prediction)
-            self.fill.ask(consumer, prediction, now=now, after=after)
-            if self.protect:
-                self._named[consumer] = prediction.ids + prediction.extra
+            self._told(owner, prediction, now, after=after)
+
+    def _told(self, owner: int, prediction: Prediction, now: float, *, after: int | None) -> None:
+        """Keep what a head says, and ask for its experts. `after`: as in `fills`."""
+        consumer = self.consumer_of[owner]
+        self._new_logits[owner] = prediction.logits
+        self._store(consumer, prediction)
+        self.fill.ask(consumer, prediction, now=now, after=after)
+        if self.protect:
+            self._named[consumer] = prediction.ids + prediction.extra
 
     # ------------------------------------------------------------------ bytes
-
-    def _protect(self, layer: int, ids: tuple[int, ...]) -> None:
-        """Called when the layer's turn is over, so that its next turn is the predicted one."""
-        switch = self.engine.switches[layer]
-        if hasattr(switch, "predict"):
-            switch.predict(ids)
-        else:
-            self.engine.memory.expect(layer, ids, instead_of=self._expected.get(layer, ()))
-            self._expected[layer] = ids
-
-    def unprotect(self, layer: int) -> None:
-        """No expert of the layer is predicted any more."""
-        self._protect(layer, ())
-        self.engine.memory.expect(layer, (), instead_of=range(self.engine.store.experts))
 
     def _dropped_now(self) -> dict[int, int]:
         """Layer → pairs that it dropped since the last call."""
