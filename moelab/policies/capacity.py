@@ -107,9 +107,9 @@ def keep_in_one(decision: Decision, expert_availability: Tensor) -> Decision:
         chosen = [chosen]
     if expert_availability.dim() == 3:
         ((available,),) = available
-    if all(candidate == 0 or available[candidate - 1] for candidate in chosen):
-        return decision
     kept = [slot for slot, candidate in enumerate(chosen) if candidate and available[candidate - 1]]
+    if len(kept) == len(chosen) - chosen.count(0):  # nothing to take
+        return decision
     lost, given = len(chosen) - len(kept), decision.selected_scores
     indices = decision.selected_indices.new_tensor([chosen[slot] for slot in kept] + [0] * lost)
     if given.requires_grad:

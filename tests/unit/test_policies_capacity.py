@@ -49,6 +49,18 @@ def test_no_availability_means_that_all_are():
     assert PromoteSurvivorsCapacity()(decision, expert_availability=None).effective_routes is decision
 
 
+@pytest.mark.parametrize("token", [0, 1, 2])
+def test_a_token_that_loses_nothing_keeps_its_decision(token):
+    available = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])[token]
+    for policy, capacity in (
+        (AnchoredTop1Selection(), OverflowToAnchorCapacity()),
+        (DynamicKSelection(3, 1.5), PromoteSurvivorsCapacity()),  # a slot at least is empty
+    ):
+        decision = policy(SCORES[:, token : token + 1], expert_ids=IDS)
+        assert capacity(decision, expert_availability=available).effective_routes is decision
+        assert capacity(decision, expert_availability=available[None, None]).effective_routes is decision
+
+
 def test_what_else_a_decision_knows_is_kept():
     decision = HierarchicalSelection((2, 1))(SCORES, expert_ids=IDS)
     routes = PromoteSurvivorsCapacity()(decision, expert_availability=torch.tensor([False] * 3)).effective_routes
