@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .errors import MissingArtifactError, MoelabError
+from .errors import MissingArtifactError, MoelabError, ParameterError
 
 DONE, FAILED, REFUSED, NOT_ACCEPTED = 0, 1, 2, 3
 
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
     doctor = verbs.add_parser("doctor", help="this machine: speeds, self-test, disk; or Gate 0 on a trace of yours")
     doctor.add_argument("--routes", metavar="FILE", help="a recorded trace: is there anything to win on it?")
-    doctor.add_argument("--model", default="softmax", help="model to measure with (default: softmax)")
+    doctor.add_argument("--model", help="model to measure with (default: softmax)")
     doctor.add_argument("--expert-bytes", type=int, metavar="N", help="bytes of one expert, where the trace has none")
     doctor.add_argument("--compute-ms", type=float, metavar="MS", help="compute time of a decoded token without reads")
     doctor.add_argument("--cache", type=float, metavar="SHARE", help="share of all expert bytes that fits in memory")
@@ -178,7 +178,17 @@ def _doctor(options) -> int:
     from .lab import doctor, trace
 
     if not options.routes:
-        return doctor.machine(options.model)
+        for name in ("expert_bytes", "compute_ms", "cache"):
+            if (value := getattr(options, name)) is not None:
+                raise ParameterError(
+                    "only a trace is judged by this", field="--" + name.replace("_", "-"), got=value,
+                    expected="with --routes FILE",
+                )  # fmt: skip
+        return doctor.machine(options.model or "softmax")
+    if options.model is not None:
+        raise ParameterError(
+            "a trace is judged without a model", field="--model", got=options.model, expected="without --routes"
+        )
     return trace.doctor(
         options.routes, expert_bytes=options.expert_bytes, compute_ms=options.compute_ms, cache=options.cache
     )
@@ -187,6 +197,10 @@ def _doctor(options) -> int:
 def _pack(options) -> int:
     from tqdm import tqdm
 
+    from .models import without_torch
+
+    if "transformers" not in sys.modules:  # nothing here needs torch, and in a small container its 190 MB may decide
+        without_torch()
     from .streaming import write_pack
 
     with tqdm(desc=f"pack {Path(options.model).name}", unit="B", unit_scale=True, smoothing=0.1) as bar:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ParameterError
+from ..errors import ArtifactError, MissingArtifactError, ParameterError
 from ..params import Options
 
 PARAMETERS_TAG = "parameters"
@@ -36,10 +36,19 @@ class Declared:
 
 
 def load(path: str | Path):
-    """The notebook as an nbformat 4 node."""
+    """The notebook as an nbformat 4 node.
+
+    Raises:
+        MissingArtifactError: no such file. ArtifactError: it is no notebook.
+    """
     import nbformat
 
-    return nbformat.read(path, as_version=4)
+    try:
+        return nbformat.read(path, as_version=4)
+    except OSError as error:
+        raise MissingArtifactError("no such notebook", file=path, got=error.strerror, expected="a notebook") from None
+    except (nbformat.reader.NotJSONError, UnicodeDecodeError) as error:
+        raise ArtifactError("not a notebook", file=path, got=str(error)[:80], expected="JSON of nbformat 4") from None
 
 
 def tags(cell) -> list[str]:

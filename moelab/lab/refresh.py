@@ -7,13 +7,14 @@ compares a cell only if it has an execution count, so checked cells keep theirs 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 
-from ..errors import ContractError
+from ..errors import ContractError, MoelabError
 from . import notebooks
 from .execute import execute
 from .report import METADATA_KEY, VERDICT_MIME, card, from_json
@@ -25,17 +26,17 @@ def refresh(path: Path) -> None:
     """Execute a notebook with its defaults and write its checked outputs back into it.
 
     Raises:
-        ContractError: a cell failed; the notebook is left as it was.
+        ContractError: no notebook, or a cell failed; it is left as it was.
     """
     import nbformat
 
+    notebook = notebooks.load(path)
     with tempfile.TemporaryDirectory() as folder:
         executed = Path(folder) / path.name
         outcome = execute(path, executed, {})
         if not outcome.done:
             raise ContractError("notebook failed", file=path, field=outcome.cell, got=outcome.error)
         fresh = notebooks.load(executed)
-    notebook = notebooks.load(path)
     for cell, ran in zip(notebook.cells, fresh.cells, strict=True):
         if cell.cell_type == "code":
             checked = notebooks.CHECKED_TAG in notebooks.tags(cell)
@@ -64,7 +65,21 @@ def _bare(output):
     return output
 
 
+def main(arguments: list[str]) -> int:
+    """Exit code 0; 3 for a notebook that is refused or fails, as `moelab` has it. The notebooks before it are done."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moelab.lab.refresh", description="Execute notebooks and keep what is checked."
+    )
+    parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK", help="notebook to execute and rewrite")
+    for path in parser.parse_args(arguments).notebooks:
+        print(path, flush=True)
+        try:
+            refresh(path)
+        except MoelabError as error:
+            print(f"{path}: {type(error).__name__}: {error}", file=sys.stderr)
+            return 3
+    return 0
+
+
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(name, flush=True)
-        refresh(Path(name))
+    sys.exit(main(sys.argv[1:]))

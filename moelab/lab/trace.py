@@ -7,6 +7,7 @@ published systems, and the answer says so.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -42,8 +43,10 @@ def doctor(
         compute_ms: of a decoded token with every expert resident; with it, this machine's disk is judged.
         cache: share of all expert bytes that fits in memory; by default that of the judged published system.
     """
-    if compute_ms is not None and compute_ms <= 0:
-        raise ParameterError("out of range", field="compute_ms", got=compute_ms, expected="above 0")
+    if compute_ms is not None and not 0 < compute_ms < math.inf:
+        raise ParameterError("out of range", field="compute_ms", got=compute_ms, expected="above 0, finite")
+    if expert_bytes is not None and expert_bytes < 1:
+        raise ParameterError("out of range", field="expert_bytes", got=expert_bytes, expected=">= 1")
     if cache is not None and not 0 < cache <= 1:
         raise ParameterError("out of range", field="cache", got=cache, expected="above 0, at most 1")
     routes = read_trace(path)

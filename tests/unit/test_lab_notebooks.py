@@ -4,7 +4,7 @@ import lab_world
 import pytest
 
 from moelab.errors import ParameterError
-from moelab.lab import notebooks
+from moelab.lab import notebooks, refresh
 
 
 @pytest.fixture
@@ -87,3 +87,14 @@ def test_refuses_a_notebook_that_builds_no_options(world, source, message):
     world.edit("20_first.ipynb", 2, source)
     with pytest.raises(ParameterError, match=message):
         notebooks.declared(world.notebooks / "20_first.ipynb")
+
+
+def test_what_is_no_notebook_is_said_before_anything_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(refresh, "execute", lambda *_: pytest.fail("it was executed"))
+    (tmp_path / "text.ipynb").write_text("no")
+    for name, words in (("none.ipynb", "MissingArtifactError: no such notebook"), ("text.ipynb", "not a notebook")):
+        assert refresh.main([str(tmp_path / name)]) == 3
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        refresh.main(["--help"])
+    assert ended.value.code == 0 and "NOTEBOOK" in capsys.readouterr().out

@@ -84,3 +84,19 @@ def test_command_line(tmp_path, quick_disk, capsys):
     (tmp_path / "other.csv").write_text("a,b\n")
     assert main(["doctor", "--routes", str(tmp_path / "other.csv")]) == 3
     assert "unknown trace format" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--cache", "2"], "only a trace is judged by this; field: --cache; got: 2.0, expected: with --routes"),
+    (["--compute-ms", "6"], "field: --compute-ms; got: 6.0"),
+    (["--expert-bytes", "6"], "field: --expert-bytes; got: 6"),
+    (["--routes", "t.csv", "--model", "softmax"], "without a model; field: --model; got: 'softmax'"),
+    (["--routes", "t.csv", "--expert-bytes", "0"], "field: expert_bytes; got: 0, expected: >= 1"),
+    (["--routes", "t.csv", "--compute-ms", "inf"], "field: compute_ms; got: inf"),
+])  # fmt: skip
+def test_an_option_that_would_do_nothing_is_refused(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "t.csv")
+    monkeypatch.setattr("moelab.lab.doctor.machine", lambda *_: pytest.fail("it was measured"))
+    assert main(["doctor", *arguments]) == 3
+    assert words in capsys.readouterr().err
