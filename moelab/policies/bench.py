@@ -131,19 +131,19 @@ def time_dispatch(
 
     turn, inside, shares = count(), [], []
 
-    def dispatch(batch: slice, part: slice) -> float:
+    def dispatch(hidden: Tensor, given: Tensor) -> float:
         """Seconds that routing took."""
-        hidden, start = states[batch, part], time.perf_counter()
-        routes = dispatcher.route(
-            scores[batch, part], tokens=hidden.shape[:2], expert_ids=ids, expert_availability=availability
-        )
+        start = time.perf_counter()
+        routes = dispatcher.route(given, tokens=hidden.shape[:2], expert_ids=ids, expert_availability=availability)
         took = time.perf_counter() - start
         dispatcher.execute(routes, hidden, anchor_mlp=anchor, experts=bank)
         return took
 
     def grouped() -> None:
-        batch, start = next(turn) % batches, time.perf_counter()
-        inside.append(dispatch(slice(batch, batch + 1), slice(None)))
+        batch = next(turn) % batches
+        hidden, given = states[batch : batch + 1], scores[batch : batch + 1]  # a model hands them over as they are
+        start = time.perf_counter()
+        inside.append(dispatch(hidden, given))
         shares.append(inside[-1] / (time.perf_counter() - start))
 
     def dense() -> Tensor:
@@ -163,7 +163,9 @@ def time_dispatch(
 
     every = {
         "grouped": grouped,
-        "loop": lambda: [dispatch(slice(0, 1), slice(token, token + 1)) for token in range(tokens)],
+        "loop": lambda: [
+            dispatch(states[:1, token : token + 1], scores[:1, token : token + 1]) for token in range(tokens)
+        ],
         "dense": dense,
         "batched": batched,
     }
