@@ -57,6 +57,8 @@ class DiskCell(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Half the distance between its quartiles."""
     n: int
     """Reads measured; 0 = declared."""
+    mb_per_s_range: tuple[float, float] | None = None
+    """Least and greatest rate of a repeat; None = declared, or of a profile that did not keep them."""
 
 
 class DiskProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -264,6 +266,7 @@ def _measure_open(fd, method, sizes, depths, file_bytes, seconds, repeats, rng) 
                 mb_per_s=rate,
                 mb_per_s_spread=rate_spread,
                 n=len(took),
+                mb_per_s_range=(min(rates[size, depth]), max(rates[size, depth])),
             )
         )
     share = None if before is None or after is None else (after - before) / asked

@@ -67,6 +67,7 @@ def lines(
             axes.fill_between(part[x], part[y] - 2 * part[se], part[y] + 2 * part[se], color=colour, alpha=0.2, lw=0)
     if log_x:
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         if frame[x].nunique() <= 12:  # budgets read better as themselves than as powers of two
             axes.set_xticks(sorted(frame[x].unique()), [f"{value:g}" for value in sorted(frame[x].unique())])
     if log_y:
@@ -84,7 +85,7 @@ def bars(
     sns.barplot(frame, x=x, y=y, hue=hue, hue_order=order, order=rows, palette=_colours(order), ax=axes, errorbar=None)
     if se:
         _whiskers(axes, frame, x, y, hue, se, rows, order, width=0.8)
-    return _finish(figure, axes, hue)
+    return _finish(figure, axes, hue, beside=True)
 
 
 def estimates(
@@ -306,11 +307,12 @@ def _new(alt: str, title: str, *, rows: int = 0) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finish(figure: Figure, axes: Axes, hue: str | None) -> Figure:
+def _finish(figure: Figure, axes: Axes, hue: str | None, *, beside: bool = False) -> Figure:
+    """Labels as the font can draw them; the legend where it hides nothing, or `beside` the data in any case."""
     axes.set_xlabel(readable(axes.get_xlabel()))
     axes.set_ylabel(readable(axes.get_ylabel()))
     if hue and (legend := axes.get_legend()) is not None:
-        many = len(legend.get_texts()) > MANY
+        many = beside or len(legend.get_texts()) > MANY
         place = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if many else {"loc": "best"}
         sns.move_legend(axes, **place, frameon=True, title=readable(hue))
     return figure

@@ -18,8 +18,8 @@ from .record import RunRecord
 from .report import SIGNS
 
 TEMPLATES = Path(__file__).parent / "templates"
-PROGRESS = re.compile(r"^.*: \d+% of [\d,]+(\n|$)", re.MULTILINE)
-"""A line of `views.progress`: of use while a stage runs, and of none on the page of one that has ended."""
+PROGRESS = re.compile(r"^(.*: \d+% of [\d,]+|round \d+ of \d+: .*)(\n|$)", re.MULTILINE)
+"""A line of `views.progress`, or of a round of peers: of use while a stage runs, none on the page of one that ended."""
 
 
 def render(executed: Path, page: Path, *, failure: str = "") -> None:
@@ -39,7 +39,7 @@ def render(executed: Path, page: Path, *, failure: str = "") -> None:
 
 
 def drop_progress(notebook) -> None:
-    """Take the lines of `views.progress` out of the outputs, and outputs that held nothing else."""
+    """Take lines of progress out of the outputs, and outputs that held nothing else."""
     for cell in notebook.cells:
         if cell.cell_type == "code":
             for output in cell.outputs:

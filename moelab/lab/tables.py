@@ -76,7 +76,7 @@ def read_frame(path: str | Path, contract: type[pa.DataFrameModel]) -> pd.DataFr
 
 
 def table(frame: pd.DataFrame, *, id: str, caption: str, labels: Mapping[str, str] | None = None) -> GT:
-    """A static table of a frame: integers with thousands separated, floats to four significant digits.
+    """A static table of a frame: integers with thousands separated, floats to four significant digits, yes and no.
 
     `labels` renames columns for the reader (with units); a label of no column is refused.
     """
@@ -88,6 +88,8 @@ def table(frame: pd.DataFrame, *, id: str, caption: str, labels: Mapping[str, st
     made = GT(frame, id=id).tab_header(title=caption).cols_label(cases=labels)
     if integers:
         made = made.fmt_integer(integers)
+    if truths := [name for name in frame if pd.api.types.is_bool_dtype(frame[name])]:
+        made = made.fmt(lambda value: "yes" if value else "no", columns=truths)
     if floats:
         made = made.fmt(lambda value: show(float(value)), columns=floats)
     return made.sub_missing(missing_text="–")
@@ -102,6 +104,8 @@ def estimate_table(
         RecordError: a row without n or standard error.
     """
     check(frame, Estimates)
-    text = [f"{value:.{decimals}f} ± {se:.{decimals}f}" for value, se in zip(frame["value"], frame["se"], strict=True)]
+    text = [
+        f"{value:z,.{decimals}f} ± {se:,.{decimals}f}" for value, se in zip(frame["value"], frame["se"], strict=True)
+    ]
     shown = frame.drop(columns=["value", "se", "n"]).assign(estimate=text, n=frame["n"])
     return table(shown, id=id, caption=caption, labels={"estimate": "value ± standard error", **(labels or {})})

@@ -37,7 +37,7 @@ from ..threads import read, render_sequences
 from .resume import LayerInputs, cut, layer_inputs
 
 RESULT = "routing.json"
-FIGURES_VERSION = 9
+FIGURES_VERSION = 10
 """Raise when the study writes other figures, so that older artefacts are not taken for these."""
 
 LATE_PROMPT = 8

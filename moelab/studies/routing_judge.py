@@ -22,7 +22,8 @@ from .routing import Clock, Part, RoutingOptions
 from .routing_arms import NATIVE, Arm, executed
 
 LATE_STRIDE = 4
-"""Of the validation windows, every fourth is run on for the loss without late experts; all of them for the error."""
+"""Of the validation windows, every fourth is run on for the loss without late experts; all of them for the error.
+What stands beside those losses is taken on the same windows."""
 
 
 def as_row(estimate: Estimate) -> dict[str, Any]:
@@ -43,6 +44,7 @@ class Judge:
         per_weight = self.expert_bytes / (3 * layer.gate[0].numel())
         self.anchor_bytes = 0 if layer.dense is None else int(layer.dense.numel() * per_weight)
         self.scale = float(tokens.residual.double().square().sum(-1).mean())
+        self.some, self.few = held.every(LATE_STRIDE)
         self.losses: dict[bytes, np.ndarray] = {}
         self.native = self.loss(tokens.output)
         self.native_loss = as_row(clustered_mean(self.native, self.owner, weights=held.predicts))
@@ -79,8 +81,14 @@ class Judge:
             same = error.max() < 1e-9  # the layer as trained, up to rounding: nothing to run again
             losses = self.native if same else self.loss(output)
             out["loss"] = as_row(paired_difference(losses, self.native, self.owner, weights=self.held.predicts))
+            out["loss_beside_late"] = self.change(losses[self.few])
         self.clock.lap("loss" if loss else "outputs")
         return out
+
+    def change(self, losses: np.ndarray) -> dict[str, Any]:
+        """Loss over that of the layer as trained, paired, on every fourth window: the losses are of those alone."""
+        few = self.few
+        return as_row(paired_difference(losses, self.native[few], self.owner[few], weights=self.some.predicts))
 
     def policy(self, arm: Arm, routes) -> list[dict[str, Any]]:
         """One row a budget: quality is the same, bytes and time are not."""
@@ -118,7 +126,7 @@ class Judge:
         `deadline` are hidden (asked for early, say); exact waits for the others, the rest do without them. What
         comes late still fills the cache, so all of them read the same bytes.
         """
-        routes, rows, (some, few) = self.own_routes(), [], self.held.every(LATE_STRIDE)
+        routes, rows = self.own_routes(), []
         weights = self.tokens.weights.gather(1, self.tokens.ids)
         for share in self.options.budgets:
             found = self.residency(routes, share, anchored=False, record=True)
@@ -136,16 +144,14 @@ class Judge:
                     "late_experts": float(missing.mean()),
                 }
                 exact = self.time(miss.sum(1), deadline)
-                nothing = {"value": 0.0, "se": 0.0, "n": int(some.predicts.sum()), "owners": 0}
+                nothing = {"value": 0.0, "se": 0.0, "n": int(self.some.predicts.sum()), "owners": 0}
                 rows.append({**common, "mode": "exact", "time": exact, "loss": nothing, "error": nothing})
                 with_loss = share == self.options.budgets[len(self.options.budgets) // 2]
                 on_time = {**exact, "value": 1.0, "se": 0.0}
                 for mode, output in self.fallbacks(weights, available):
                     quality = self.quality(output, loss=False)
                     if with_loss:
-                        losses = some.losses(np.ascontiguousarray(output[few].numpy()))
-                        change = paired_difference(losses, self.native[few], self.owner[few], weights=some.predicts)
-                        quality["loss"] = as_row(change)
+                        quality["loss"] = self.change(self.some.losses(np.ascontiguousarray(output[self.few].numpy())))
                         self.clock.lap("loss")
                     rows.append({**common, "mode": mode, "time": on_time, **quality})
         return rows

@@ -23,7 +23,8 @@ and activations."""
 
 
 def claims(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of `claim`, `measured`, `asked`, `n`, `spread` (text, may be empty) and `holds` (True, False or None)."""
+    """Rows of `claim`, `measured`, `asked` (at most that where `most`, else at least), `n`, `spread` (text, may be
+    empty) and `holds` (True, False or None)."""
     return [
         *_equality(figures["equality"]["rows"]),
         *_reads(figures["reads"]),
@@ -33,8 +34,12 @@ def claims(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _claim(claim: str, measured: float | None, asked: float, n: int, holds: bool | None, spread: str = "") -> dict:
-    return {"claim": claim, "measured": measured, "asked": asked, "n": n, "spread": spread, "holds": holds}
+def _claim(
+    claim: str, measured: float | None, asked: float, n: int, holds: bool | None, spread: str = "", most: bool = False
+) -> dict:
+    return {
+        "claim": claim, "measured": measured, "asked": asked, "most": most, "n": n, "spread": spread, "holds": holds,
+    }  # fmt: skip
 
 
 def _equality(rows: list[Mapping[str, Any]]) -> list[dict]:
@@ -71,7 +76,7 @@ def _reads(reads: Mapping[str, Any]) -> list[dict]:
             found.append(
                 _claim(
                     "a pack is read without amplification", worst, AMPLIFICATION, row["n"],
-                    None if worst is None else worst <= AMPLIFICATION,
+                    None if worst is None else worst <= AMPLIFICATION, most=True,
                 )
             )  # fmt: skip
     return found
@@ -82,14 +87,16 @@ def _cache(rows: list[Mapping[str, Any]]) -> list[dict]:
     found = []
     ours = sorted((row for row in rows if row["policy"] == DEFAULT), key=lambda row: row["share"])
     if not ours:
-        return [_claim(f"fewer bytes than a global LRU by the default policy, {DEFAULT}", None, 1.0, 0, None)]
+        return [
+            _claim(f"fewer bytes than a global LRU by the default policy, {DEFAULT}", None, 1.0, 0, None, most=True)
+        ]
     for row in ours:
         se = row["less_se"]
         found.append(
             _claim(
                 f"fewer bytes than a global LRU at {row['share']:g} of all experts, by the default policy, {DEFAULT}",
                 row["value"] / row["lru"], 1.0, row["n"], row["less"] < 0,
-                "" if se is None else f"± {se / row['lru']:.3f} standard error",
+                "" if se is None else f"± {se / row['lru']:.3f} standard error", most=True,
             )
         )  # fmt: skip
     return found
@@ -99,7 +106,7 @@ def _overlap(rows: list[Mapping[str, Any]]) -> list[dict]:
     found = []
     for ratio in sorted({row["ratio"] for row in rows}):
         ahead = [row for row in rows if row["ratio"] == ratio and row["arm"].startswith("in_forward")]
-        words = f"an oracle in the forward hides what can be hidden, reads {ratio:g} x compute"
+        words = f"an oracle in the forward hides what can be hidden, reads {ratio:g} × compute"
         for name, where in (("simulated_share", "simulated"), ("share", "measured")):
             known = [row for row in ahead if row[name] is not None]
             best = max(known, key=lambda row: row[name], default=None)
@@ -113,8 +120,9 @@ def _overlap(rows: list[Mapping[str, Any]]) -> list[dict]:
         worst = max((row for row in rows if row["ratio"] == ratio), key=lambda row: abs(row["difference"]))
         found.append(
             _claim(
-                f"simulated time of a token is the measured one, reads {ratio:g} x compute", abs(worst["difference"]),
+                f"simulated time of a token is off by, reads {ratio:g} × compute", abs(worst["difference"]),
                 SIMULATED, worst["n"], abs(worst["difference"]) <= SIMULATED, f"of the worst arm: {worst['arm']}",
+                most=True,
             )
         )  # fmt: skip
     return found
@@ -125,7 +133,7 @@ def _memory(memory: Mapping[str, Any]) -> list[dict]:
     allowed = memory["other_bytes"] + memory["cache"] + BESIDE
     looks = memory["looks"]
     return [
-        _claim("peak memory ÷ memory budget", peak / memory["budget"], 1.0, looks, peak <= memory["budget"]),
+        _claim("peak memory ÷ memory budget", peak / memory["budget"], 1.0, looks, peak <= memory["budget"], most=True),
         _claim(
             "peak memory ÷ (other parameters + slots + 200 MB)",
             peak / allowed,
@@ -133,6 +141,7 @@ def _memory(memory: Mapping[str, Any]) -> list[dict]:
             looks,
             peak <= allowed,
             f"imports alone take {memory['imports'] / 1e6:.0f} MB",
+            most=True,
         ),
     ]
 

@@ -188,6 +188,7 @@ def test_how_far_a_stage_was_is_not_on_the_page(tmp_path, capsys):
             progress(job, {"done": done, "total": 2000})
     said = capsys.readouterr().out
     assert said.splitlines()[-1] == "2: 100% of 2,000" and len(said.splitlines()) == 3
+    said += "round 1 of 5: engine, pack\n"
     outputs = [
         new_output("stream", text=said),
         new_output("stream", text=f"{said}softmax: 5% of it is kept.\n{said}"),
@@ -195,7 +196,8 @@ def test_how_far_a_stage_was_is_not_on_the_page(tmp_path, capsys):
     ]
     render.render(_written(tmp_path, *outputs), tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "100% of 2,000" not in page and "softmax: 5% of it is kept." in page and "softmax: 10% of 20" in page
+    assert "100% of 2,000" not in page and "engine, pack" not in page
+    assert "softmax: 5% of it is kept." in page and "softmax: 10% of 20" in page
 
 
 def _written(folder, *outputs):

@@ -1,8 +1,10 @@
 """Frames of what a prerouter buys: every figure under its own name, absent ones absent."""
 
 import pandas as pd
+import pytest
 
 from moelab.lab import views
+from moelab.studies import prerouter_report
 
 
 def spread(name, value):
@@ -63,7 +65,27 @@ def test_simulated_rows():
 
 def test_a_report_that_was_not_made_says_how_it_is_made():
     assert views.gain_committed(None, "this command")["made by"].tolist() == ["this command"]
-    pd.testing.assert_frame_equal(views.gain_committed({"models": FOUND}, ""), views.gain_measured(FOUND))
+    rows = [{**measured("heads", 1.0), "speedup": s, "share": x} for s, x in ((1.25, 0.2), (0.5, -1.0), (0.8, 0.1))]
+    frame = views.gain_committed({"models": {"softmax": {"rows": [measured("off", 1.0), *rows]}}}, "").set_index("arm")
+    assert frame.loc["heads", ["cells", "faster than off in"]].tolist() == [3, 1]
+    assert frame.loc["heads", ["time ÷ off, median", "least to greatest"]].tolist() == [1.25, "0.80 to 2.00"]
+    assert frame.loc["heads", ["exposed wait ÷ compute, median", "share of the possible, median"]].tolist() == [
+        0.5,
+        0.1,
+    ]
+    assert pd.isna(frame.loc["off", "share of the possible, median"])
+
+
+def test_the_committed_table_fits_a_page_and_says_what_the_claims_say():
+    report = prerouter_report.committed()
+    frame = views.gain_committed(report, "").set_index(["model", "arm"])
+    assert len(frame) == sum(len({r["arm"] for r in f["rows"]}) for f in report["models"].values())
+    assert frame.shape[1] <= 8
+    for model, figures in report["models"].items():
+        for claim in figures["claims"]:
+            if claim["claim"].endswith("faster than off in every cell"):
+                row = frame.loc[model, claim["claim"].rpartition(":")[0]]
+                assert row["faster than off in"] / row["cells"] == pytest.approx(claim["measured"])
 
 
 def test_the_summary_says_what_does_not_hold_first_and_where():

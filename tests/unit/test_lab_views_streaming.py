@@ -34,9 +34,10 @@ FIGURES = {
             ],
         },
         "claims": [
-            {"claim": "a", "measured": 1.0, "asked": 1.0, "n": 8, "spread": "", "holds": True},
-            {"claim": "b", "measured": 0.5, "asked": 0.95, "n": 3, "spread": "0.4 to 0.6", "holds": False},
-            {"claim": "c", "measured": None, "asked": 1.02, "n": 2, "spread": "", "holds": None},
+            {"claim": "a", "measured": 1.0, "asked": 1.0, "most": False, "n": 8, "spread": "", "holds": True},
+            {"claim": "b", "measured": 0.5, "asked": 0.95, "most": False, "n": 3, "spread": "0.4 to 0.6",
+             "holds": False},
+            {"claim": "c", "measured": None, "asked": 1.02, "most": True, "n": 2, "spread": "", "holds": None},
         ],
     }
 }  # fmt: skip
@@ -58,6 +59,14 @@ def test_bytes_are_shares_of_their_bounds():
     }  # fmt: skip
 
 
+def test_a_disk_shows_the_range_of_its_rate_in_each_models_run():
+    cell = {"size": 4096, "depth": 1, "mb_per_s": 62.9, "ms": 0.1, "n": 9, "mb_per_s_range": [12.0, 1312.0]}
+    disk = {"method": "o_direct", "cells": [cell, {**cell, "mb_per_s_range": None}]}
+    frame = views.streaming_disk({"m": {"disk": disk}, "other": {"disk": disk}})
+    assert frame["in the run of"].tolist() == ["m", "m", "other", "other"]
+    assert frame["least to greatest"].tolist()[0] == "12 to 1,312" and frame["least to greatest"].isna().tolist()[1]
+
+
 def test_shares_leave_out_what_they_are_shares_of():
     assert views.overlap_shares(FIGURES)["arm"].tolist() == ["in_forward"]
     assert views.overlap_times(FIGURES["m"])["arm"].tolist() == ["off", "in_forward", "bound"]
@@ -66,8 +75,9 @@ def test_shares_leave_out_what_they_are_shares_of():
 def test_the_summary_says_what_does_not_hold_and_what_is_not_known():
     lines = views.streaming_summary(FIGURES).splitlines()
     assert lines[0] == "m: 1 of 3 claims hold."
-    assert lines[1] == "  does not hold: b: 0.5, asked 0.95 (0.4 to 0.6, n = 3)"
+    assert lines[1] == "  does not hold: b: 0.5, asked ≥ 0.95 (0.4 to 0.6, n = 3)"
     assert lines[2] == "  no evidence: c (n = 2)"
+    assert views.streaming_claims(FIGURES)["asked"].tolist() == ["≥ 1", "≥ 0.95", "≤ 1.02"]
     assert views.streaming_claims(FIGURES)["verdict"].tolist() == ["holds", "does not hold", "no evidence"]
 
 
@@ -86,8 +96,10 @@ def test_a_token_is_drawn_as_bars_in_time():
 
 
 def test_simulated_figures_have_units():
-    row = {"predictor": "oracle", "issue": "off", "demand_bytes": 1.83e6, "prefetch_bytes": None, "useful_ratio": 0.5}
+    row = {"predictor": "oracle", "issue": "off", "demand_bytes": 1.83e6, "prefetch_bytes": None, "useful_ratio": 0.5,
+           "hidden_fraction": -2.22e-16}  # fmt: skip
     frame = views.simulated_issue({"m": {"issue": [row, {**row, "prefetch_bytes": 4e6}]}})
+    assert [str(x) for x in frame["hidden fraction"]] == ["0.0", "0.0"]
     assert frame["on demand, MB a token"].tolist() == [1.83, 1.83]
     assert frame["ahead, MB a token"].tolist()[1] == 4.0 and frame["ahead, MB a token"].isna().tolist()[0]
     assert frame["useful share of what was read ahead"].tolist() == [0.5, 0.5]

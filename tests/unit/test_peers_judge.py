@@ -75,7 +75,7 @@ def test_the_device_is_held_against_what_an_arm_says_it_read():
         ("fits into the cap", lambda: verdict(runs(), model=1000)),
         ("no arm of ours ran", lambda: verdict([run for run in runs() if run.role != "ours"])),
         ("no reference run", lambda: verdict([run for run in runs() if run.role != "reference"])),
-        ("4 rounds, 5 needed", lambda: verdict([run for run in runs() if run.round])),
+        ("4 of 5 rounds needed", lambda: verdict([run for run in runs() if run.round])),
         ("fewer than 20 decoded", lambda: verdict(runs(other={"tokens": [0] * 20, "seconds": [0.0] * 20}))),
         ("they are one arm", lambda: verdict(runs(other={"options_digest": "ours"}))),
         ("gave other tokens", lambda: verdict(runs(other={"tokens": [9] * (TOKENS + 1)}))),

@@ -128,13 +128,13 @@ def _lacking(runs, table, shape, model_bytes, cap_bytes, refusal) -> list[str]:
     """Everything that makes the runs unfit to decide on."""
     found = [] if refusal is None else [f"no enforced memory cap: {refusal.reason}"]
     if model_bytes <= cap_bytes:
-        found.append(f"the model ({model_bytes} bytes) fits into the cap ({cap_bytes} bytes)")
+        found.append(f"the model ({model_bytes:,} bytes) fits into the cap ({cap_bytes:,} bytes)")
     for role, what in ((REFERENCE, "no reference run gave tokens"), (OURS, "no arm of ours ran")):
         if not any(row.role == role and row.rounds for row in table):
             found.append(what)
     for row in table:
         if row.rounds and row.rounds < SMALLEST_ROUNDS:
-            found.append(f"{row.arm}: {row.rounds} rounds, {SMALLEST_ROUNDS} needed")
+            found.append(f"{row.arm}: {row.rounds} of {SMALLEST_ROUNDS} rounds needed")
         elif row.role == OURS and row.error:
             found.append(f"{row.arm}: {row.error}")
         if row.role == RIVAL and row.equal_tokens is False:
@@ -171,9 +171,9 @@ def _warm(done: list[Run], shape: Shape) -> list[str]:
         elif run.cached_before > COLD_SHARE:
             found.append(f"{name}: {run.cached_before:.0%} of the weights were in memory before it began")
         elif run.device_total < least:
-            found.append(f"{name}: {run.device_total} bytes from the device, {least} needed: it was not cold")
+            found.append(f"{name}: {run.device_total:,} bytes from the device, {least:,} needed: it was not cold")
         elif run.answer.options.get("reader") == "o_direct" and run.device_total < run.answer.read[-1]:
-            found.append(f"{name}: the device delivered {run.device_total} of {run.answer.read[-1]} bytes it read")
+            found.append(f"{name}: the device delivered {run.device_total:,} of {run.answer.read[-1]:,} bytes it read")
     return found
 
 

@@ -12,8 +12,9 @@ MB = 1e6
 
 
 def peer_rows(rows: Sequence[Row]) -> pd.DataFrame:
-    """Rows as a frame with units in its column names; an arm that failed shows its error."""
-    return pd.DataFrame([_shown(row) for row in rows])
+    """Rows as a frame with units in its column names; an arm that failed shows its error, where one did."""
+    frame = pd.DataFrame([_shown(row) for row in rows])
+    return frame if any(row.error for row in rows) else frame.drop(columns="error", errors="ignore")
 
 
 def _shown(row: Row) -> dict:
@@ -28,10 +29,10 @@ def _shown(row: Row) -> dict:
         "role": row.role,
         "n": row.rounds,
         "s a token": seconds,
-        "x ours": row.times_ours,
+        "× ours": row.times_ours,
         **{name: None if value is None else value / MB for name, value in scaled.items()},
         "read amplification": row.amplification,
-        "device / asked": row.device_per_read,
+        "device ÷ asked": row.device_per_read,
         "equal tokens": {True: "yes", False: "NO", None: None}[row.equal_tokens],
         "error": row.error,
     }

@@ -103,15 +103,14 @@ def routing_errors(found: Figures) -> pd.DataFrame:
 
 
 def routing_bytes(found: Figures) -> pd.DataFrame:
-    """Bytes read a token, one row a model, policy and cache share."""
-    return pd.DataFrame(
-        [
-            {"model": m, "policy": r["policy"], "cache share": r["share"], **_estimate(r["bytes"])}
-            for m, f in found.items()
-            for r in f["policies"]
-            if "loss" in r
-        ]
-    )
+    """Kilobytes read a token ± standard error, one row a model and policy, one column a cache share."""
+    out = []
+    for m, f in found.items():
+        for name in dict.fromkeys(r["policy"] for r in f["policies"] if "loss" in r):
+            rows = [r for r in f["policies"] if r["policy"] == name]
+            cells = {f"cache of {r['share']:g}": _kilobytes(_estimate(r["bytes"])) for r in rows}
+            out.append({"model": m, "policy": name, **cells, "n": rows[0]["bytes"]["n"]})
+    return pd.DataFrame(out)
 
 
 def routing_frontier(figures: Mapping[str, Any]) -> pd.DataFrame:
@@ -136,8 +135,9 @@ def routing_frontier(figures: Mapping[str, Any]) -> pd.DataFrame:
 def late_experts(found: Figures) -> pd.DataFrame:
     """Waiting and doing without, at the middle budget: time of a token, loss, and what a saved unit of time costs.
 
-    `price` is loss per token-time saved against waiting for the router's own route. `undominated`: no other way
-    is at once faster and better.
+    All losses are on the windows that late ways are run on, so that like stands beside like. `price` is loss per
+    token-time saved against waiting for the router's own route. `undominated`: no other way is at once faster and
+    better.
     """
     out = []
     for m, f in found.items():
@@ -148,7 +148,7 @@ def late_experts(found: Figures) -> pd.DataFrame:
             slow = next(r for r in late if r["mode"] == "exact")["time"]["value"]
             rows = [(False, f"late: {r['mode']}", r["time"]["value"], r["loss"]) for r in late if r["mode"] != "exact"]
             rows += [
-                (True, r["policy"], r["time"][str(deadline)]["value"], r["loss"])
+                (True, r["policy"], r["time"][str(deadline)]["value"], r["loss_beside_late"])
                 for r in f["policies"]
                 if r["share"] == share and "loss" in r
             ]
@@ -172,7 +172,7 @@ def late_errors(found: Figures) -> pd.DataFrame:
         [
             {
                 "model": m, "cache share": r["share"], "deadline": r["deadline"], "late": r["mode"],
-                "tokens affected": r["late_tokens"]["value"], "experts late": r["late_experts"],
+                "tokens affected, share": r["late_tokens"]["value"], "experts late, of a token": r["late_experts"],
                 **_estimate(r["error"]),
             }
             for m, f in found.items()
@@ -187,8 +187,9 @@ def late_live(found: Figures) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "model": m, "experts lie in": r["place"], "late": r["mode"], "tokens affected": r["touched"]["value"],
-                "experts late": r["late"]["value"], **_estimate(r["loss"]),
+                "model": m, "experts lie in": r["place"], "late": r["mode"],
+                "tokens affected, share": r["touched"]["value"], "experts late, share": r["late"]["value"],
+                **_estimate(r["loss"]),
             }
             for m, f in found.items()
             for r in f["live"]["rows"]
@@ -250,8 +251,8 @@ def routing_share(experts: list[int], *, hidden: int, rounds: int) -> pd.DataFra
             )  # fmt: skip
             out.append(
                 {
-                    "specialists": n, "policy": name, "n": found["route"].n, "route us": found["route"].median * 1e6,
-                    "dispatch us": found["grouped"].median * 1e6, "share": found["share"].median,
+                    "specialists": n, "policy": name, "n": found["route"].n, "route µs": found["route"].median * 1e6,
+                    "dispatch µs": found["grouped"].median * 1e6, "share": found["share"].median,
                     "spread of share": found["share"].spread,
                 }
             )  # fmt: skip
@@ -286,6 +287,10 @@ def _first_budget(found: Figures):
         for r in f["policies"]:
             if r["share"] == share:
                 yield m, r
+
+
+def _kilobytes(estimate: Mapping[str, Any]) -> str:
+    return f"{estimate['value'] / 1e3:,.1f} ± {estimate['se'] / 1e3:,.1f}"
 
 
 def _estimate(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .policies import late_experts
 
 Figures = Mapping[str, Mapping[str, Any]]
+WIDTH = 118
 UNITS = {"loss": "nats a token", "error": "shares of the anchor's error"}
 
 
@@ -28,7 +30,7 @@ def calibration_sentences(found: Figures, utility: str) -> str:
             f"pairs. {c['positive_a_token']:.1f} of a token's {f['experts']} scores are above zero, and the anchor "
             f"wins {c['anchor_wins']:.1%} of tokens outright."
         )
-    return "\n".join(out)
+    return _folded(out)
 
 
 def fallback_sentences(found: Figures) -> str:
@@ -55,7 +57,7 @@ def fallback_sentences(found: Figures) -> str:
             f"soonest that waits and loses nothing measurable is {waiting['way']}, after "
             f"{waiting['token time'] - 1:.2f} token-times."
         )
-    return "\n".join(out)
+    return _folded(out)
 
 
 def late_sentences(found: Figures) -> str:
@@ -73,7 +75,12 @@ def late_sentences(found: Figures) -> str:
             f"{times['cache', 'exact']:.1f}."
         )
         out += [f"{m}, {r['mode']}: refused, {r['problem']}." for r in f["live"]["refused"] if r["place"] == "staged"]
-    return "\n".join(out)
+    return _folded(out)
+
+
+def _folded(lines: Iterable[str]) -> str:
+    """Lines that a page does not break in the middle of a figure."""
+    return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
 
 
 def _middle(figures: Mapping[str, Any], row: Mapping[str, Any], deadline: int) -> bool:

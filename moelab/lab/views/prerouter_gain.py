@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -20,11 +21,11 @@ def gain_measured(found: Figures) -> pd.DataFrame:
         [
             {
                 "model": m, "cache, token cycles": r["cycles"], "reads ÷ compute": _disk(r), "arm": r["arm"],
-                "ms a token": MS * r["seconds"], "least": MS * r["seconds_least"],
-                "greatest": MS * r["seconds_greatest"], "tokens/s": 1 / r["seconds"], "exposed ms": MS * r["exposed"],
-                "bound ms": MS * r["bound"], "kB a token": KB * r["nbytes"], "bytes ÷ off": r["bytes_ratio"],
-                "share of the possible": r["share"], "share, least": r["share_least"],
-                "share, greatest": r["share_greatest"], "texts": r["n"],
+                "ms a token": MS * r["seconds"],
+                "least to greatest": f"{MS * r['seconds_least']:.1f} to {MS * r['seconds_greatest']:.1f}",
+                "exposed ms": MS * r["exposed"], "bound ms": MS * r["bound"], "kB a token": KB * r["nbytes"],
+                "bytes ÷ off": r["bytes_ratio"], "share of the possible": r["share"],
+                "its least to greatest": _ends(r["share_least"], r["share_greatest"]), "texts": r["n"],
             }
             for m, r in _rows(found, "rows")
         ]
@@ -32,10 +33,23 @@ def gain_measured(found: Figures) -> pd.DataFrame:
 
 
 def gain_committed(report: Mapping[str, Any] | None, command: str) -> pd.DataFrame:
-    """As `gain_measured`, of the committed report; of none the command that makes it."""
+    """The committed report, one row a model and arm: its time beside `off` over all cells of cache and disk (the cells
+    are in the file); of no report the command that makes it."""
     if report is None:
         return pd.DataFrame([{"committed report": "none yet", "made by": command}])
-    return gain_measured(report["models"])
+    out = []
+    for m, figures in report["models"].items():
+        for arm in dict.fromkeys(r["arm"] for r in figures["rows"]):
+            times, waits, sizes, shares = zip(*_beside_off(figures["rows"], arm), strict=True)
+            out.append(
+                {
+                    "model": m, "arm": arm, "cells": len(times), "faster than off in": sum(t < 1 for t in times),
+                    "time ÷ off, median": median(times), "least to greatest": _ends(min(times), max(times)),
+                    "exposed wait ÷ compute, median": median(waits), "bytes ÷ off, median": median(sizes),
+                    "share of the possible, median": None if arm == "off" else median(shares),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(out)
 
 
 def gain_waits(figures: Mapping[str, Any]) -> pd.DataFrame:
@@ -125,6 +139,16 @@ def _simulated(found: Figures, part: str, more: Mapping[str, str], which: tuple[
             if part != "sweep" or r["who"] == "heads"
         ]
     )  # fmt: skip
+
+
+def _beside_off(rows: list[Mapping[str, Any]], arm: str) -> Iterator[tuple[float, float, float, float | None]]:
+    """Of an arm, cell by cell: time ÷ that of `off` (median of pairs), wait ÷ compute, bytes ÷ off, and its share."""
+    return ((1 / r["speedup"], r["exposed"] / r["compute"], r["bytes_ratio"], r["share"])
+            for r in rows if r["arm"] == arm)  # fmt: skip
+
+
+def _ends(least: float | None, greatest: float | None) -> str | None:
+    return None if least is None else f"{least:.2f} to {greatest:.2f}"
 
 
 def _same(row: Mapping[str, Any], cell: Mapping[str, Any], layers: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,14 +38,16 @@ def streaming_places(found: Figures) -> pd.DataFrame:
 
 
 def streaming_disk(found: Figures) -> pd.DataFrame:
-    """Rates of this disk by read size and depth, of the first model's run."""
-    m, disk = next(iter(_part(found, "disk")))
+    """One row a model's run, read size and depth: the disk's rate, median and range over turns, and the time of a
+    read."""
     return pd.DataFrame(
         [
             {
-                "read kB": c["size"] / 1e3, "at once": c["depth"], "MB/s": c["mb_per_s"],
-                "± MB/s": c["mb_per_s_spread"], "ms a read": c["ms"], "n": c["n"], "read by": disk["method"],
+                "in the run of": m, "read kB": c["size"] / 1e3, "at once": c["depth"], "MB/s": c["mb_per_s"],
+                "least to greatest": _range(c["mb_per_s_range"]), "ms a read": c["ms"], "reads": c["n"],
+                "read by": disk["method"],
             }
+            for m, disk in _part(found, "disk")
             for c in disk["cells"]
         ]
     )  # fmt: skip
@@ -137,7 +140,7 @@ def overlapped(found: Figures) -> pd.DataFrame:
                 "model": m, "reads ÷ compute": r["ratio"], "arm": r["arm"], "ms a token": 1e3 * r["seconds"],
                 "least": 1e3 * r["least"], "greatest": 1e3 * r["greatest"], "n": r["n"], "bound ms": 1e3 * r["bound"],
                 "exposed ms": 1e3 * r["exposed"], "kB a token": r["nbytes"] / 1e3,
-                "simulated ms": 1e3 * r["simulated"], "simulated − measured": r["difference"],
+                "simulated ms": 1e3 * r["simulated"], "(simulated − measured) ÷ measured": r["difference"],
             }
             for m, o in _part(found, "overlap")
             for r in o["rows"]
@@ -205,7 +208,7 @@ def streaming_claims(found: Figures) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "model": m, "claim": r["claim"], "measured": r["measured"], "asked": r["asked"], "n": r["n"],
+                "model": m, "claim": r["claim"], "measured": r["measured"], "asked": _asked(r), "n": r["n"],
                 "spread": r["spread"], "verdict": HOLDS[r["holds"]],
             }
             for m, rows in _part(found, "claims")
@@ -221,10 +224,19 @@ def streaming_summary(found: Figures) -> str:
         text.append(f"{m}: {sum(r['holds'] is True for r in rows)} of {len(rows)} claims hold.")
         for holds in (False, None):
             for r in (r for r in rows if r["holds"] is holds):
-                figure = "" if r["measured"] is None else f": {r['measured']:.3g}, asked {r['asked']:g}"
+                figure = "" if r["measured"] is None else f": {r['measured']:.3g}, asked {_asked(r)}"
                 spread = f" ({r['spread']}, n = {r['n']})" if r["spread"] else f" (n = {r['n']})"
-                text.append(f"  {HOLDS[holds]}: {r['claim']}{figure}{spread}")
+                line = f"{HOLDS[holds]}: {r['claim']}{figure}{spread}"
+                text += textwrap.wrap(line, 112, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(text)
+
+
+def _asked(claim: Mapping[str, Any]) -> str:
+    return f"{'≤' if claim['most'] else '≥'} {claim['asked']:g}"
+
+
+def _range(ends: tuple[float, float] | None) -> str | None:
+    return None if ends is None else f"{ends[0]:,.0f} to {ends[1]:,.0f}"
 
 
 def _part(found: Figures, name: str) -> Iterator[tuple[str, Any]]:
