@@ -9,7 +9,8 @@ Arms differ in what becomes of the heads' predictions:
 * `heads` moves bytes with them (mode `advise`);
 * `perfect` runs the same heads at the same places, and then puts what they said right: the upper line of the horizon
   one token + one layer, at the price of real heads;
-* `replace` takes them for the route. Its states are its own, so its routes and bytes are not those of the others.
+* `replace` takes them for the route. Its states are its own, so its routes and bytes are not those of the others;
+* `gated` takes those for the route whose confidence reaches the default threshold, and moves bytes with the others.
 
 Times are seconds, sizes bytes.
 """
@@ -27,6 +28,7 @@ import numpy as np
 
 from ..flywheel.head_recipe import tier_of
 from ..prerouter import Prerouter, install_prerouter, read_heads
+from ..prerouter.modes import DEFAULT_THRESHOLD
 from ..routes import DECODED, PREFILLED
 from ..streaming.schedule.prefetch import Prefetcher
 from .prerouter_depth import Answer
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from ..streaming import StreamingEngine
     from ..streaming.schedule.oracle import Candidate
 
-__all__ = ["ARMS", "Turn", "feed", "install", "recorded"]
+__all__ = ["ARMS", "REROUTED", "Turn", "feed", "install", "recorded"]
 
 ARMS: dict[str, tuple[str, str] | None] = {
     "off": None,
@@ -49,8 +51,11 @@ ARMS: dict[str, tuple[str, str] | None] = {
     "perfect, step_boundary": ("perfect", "step_boundary"),
     "replace, in_forward": ("replace", "in_forward"),
     "replace, step_boundary": ("replace", "step_boundary"),
+    "gated, in_forward": ("gated", "in_forward"),
 }
 """What predictions do, and when they are issued."""
+REROUTED = ("replace", "gated")
+"""Arms that do not keep their own router begin with one of these."""
 UNSLOWED = 1e18
 """Bytes a second of a declared disk that slows nothing down."""
 
@@ -147,6 +152,15 @@ class Noting(Between):
 
 
 @dataclass
+class Certain(Between):
+    """A prediction that will be the route is certain, whatever its experts' probabilities."""
+
+    def ask(self, layer, prediction, **when):
+        taken = prediction.confidence >= DEFAULT_THRESHOLD
+        self.fill.ask(layer, replace(prediction, probabilities=None) if taken else prediction, **when)
+
+
+@dataclass
 class PutRight(Between):
     """Says in their place what comes true: experts of the next pass, each with certainty."""
 
@@ -169,8 +183,8 @@ def install(
     """Heads of a file at work in an engine, and what stands between them and its cache.
 
     Args:
-        kind: of `ARMS`. threshold: least probability of a read or of protection; a route of `replace` is read whatever
-            its heads think of it.
+        kind: of `ARMS`. threshold: least probability of a read or of protection; a route of `replace` or `gated` is
+            read whatever its heads think of its experts.
         layer_s: `[L]`, compute-only seconds of each layer, from which deadlines are made.
     """
     store, width = engine.store, read_heads(weights).identity.hidden
@@ -180,12 +194,13 @@ def install(
     )  # fmt: skip
     prerouter = install_prerouter(
         engine.loaded, tier_of(engine.loaded, width).spec, engine, weights=weights,
-        mode="replace" if kind == "replace" else "advise", issue=issue, extra=extra, prefetcher=prefetcher,
-        compute_s=layer_s,
+        mode=kind if kind in REROUTED else "advise", threshold=DEFAULT_THRESHOLD, issue=issue, extra=extra,
+        prefetcher=prefetcher, compute_s=layer_s,
         # The prefetcher protects what it is sure of; of a predicted route nothing is evicted before its turn.
         protect=kind == "replace",
     )  # fmt: skip
-    between = {"heads": Between, "noted": Noting, "perfect": PutRight, "replace": Between}[kind](prerouter.fill)
+    ways = {"heads": Between, "noted": Noting, "perfect": PutRight, "replace": Between, "gated": Certain}
+    between = ways[kind](prerouter.fill)
     prerouter.stager.fill = between
     return prerouter, between
 

@@ -34,7 +34,7 @@ def claims(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             near = [row for row in cells if row["issue"] == "in_forward"]
             gained = [(_where(row), far[_where(row)] / row["seconds"]) for row in near]
             rows.append(_over_async(gained, who, f"{layers} layers, simulated"))
-    arms = sorted({row["arm"] for row in found["rows"] if row["arm"].startswith("heads")})
+    arms = sorted({row["arm"] for row in found["rows"] if row["arm"].startswith(("heads", "gated"))})
     return rows + [_over_off([row for row in found["rows"] if row["arm"] == arm], arm) for arm in arms]
 
 

@@ -9,7 +9,7 @@ round, and with the compute-only engine's, which has every expert.
 What an arm wins is its share of the possible, (T_off - T) / (T_off - T_bound), with T_bound = max(compute, reads of
 `off`) token by token; it says nothing without the bytes beside it. `exposed` is waiting for reads, inside the layers
 and at a synchronous boundary. An arm that keeps its own router must say what the compute-only engine said, at every
-token; `replace` takes other routes, so only its times and bytes are shown.
+token; `replace` and `gated` take other routes, so only their times and bytes are shown.
 
 Times are seconds, sizes bytes.
 """
@@ -42,7 +42,7 @@ from .prerouter_study import PrerouterOptions
 __all__ = ["GainPlan", "QUIET", "committed_model", "gain", "prerouter_gains", "texts_of"]
 
 RESULT = "gain.json"
-FIGURES_VERSION = 2
+FIGURES_VERSION = 3
 """Raise when `gain` writes other figures, so that older artefacts are not taken for these."""
 
 

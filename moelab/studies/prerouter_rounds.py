@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import ContractError
 from ..streaming import EngineOptions, StreamingEngine, VirtualDevice
-from .prerouter_arms import ARMS, UNSLOWED, Between, Turn, feed, install
+from .prerouter_arms import ARMS, REROUTED, UNSLOWED, Between, Turn, feed, install
 from .prerouter_depth import Answer, Bench
 
 __all__ = ["EVERYTHING", "Rounds", "head_cost", "rows_of"]
@@ -95,7 +95,7 @@ def _turn(
     if between is not None:
         between.begins(answer)
     turn = feed(engine, answer.prompt, answer.text, bytes_per_s=bytes_per_s)
-    if not name.startswith("replace") and turn.said != answer.said:
+    if not name.startswith(REROUTED) and turn.said != answer.said:
         raise ContractError("predictions changed the answer", field=name, got=turn.said, expected=answer.said)
     return turn
 

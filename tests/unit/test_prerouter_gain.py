@@ -9,7 +9,8 @@ import prerouter_world as world
 import pytest
 
 from moelab.errors import ContractError, RecordError
-from moelab.prerouter import HeadIdentity, write_heads
+from moelab.prerouter import HeadIdentity, Prediction, write_heads
+from moelab.prerouter.modes import DEFAULT_THRESHOLD
 from moelab.streaming import EngineOptions, StreamingEngine
 from moelab.streaming.schedule.prefetch import ISSUE
 from moelab.studies import prerouter_gain as gain_study
@@ -84,6 +85,26 @@ def test_perfect_predictions_are_the_routes_to_come(model):
         assert prefetch.fate["wasted"] == 0 and prefetch.fate["useful"] > 0
 
 
+def test_gated_takes_what_is_sure_for_certain(model):
+    """A route to be is read and kept whole; other predictions are read by the probability of each expert."""
+    with full(model) as engine:
+        prerouter, between = install(engine, model.weights, "gated", "in_forward", threshold=0.5)
+        with prerouter:
+            assert (prerouter.mode, prerouter.stager.threshold) == ("gated", DEFAULT_THRESHOLD)
+            asked, fill = [], between.fill
+            between.fill = SimpleNamespace(
+                begin=fill.begin, drain=fill.drain, ask=lambda layer, prediction, **when: asked.append(prediction)
+            )
+            feed(engine, model.texts[0][:PROMPT], model.texts[0][PROMPT:])
+            base = Prediction((1, 2), (), [0.9, 0.8], [1.0, 2 * DEFAULT_THRESHOLD - 1.0], None, None)
+            asked.clear()
+            between.ask(1, base, now=0.0, after=0)
+            between.ask(1, replace(base, probabilities=[1.0, 2 * DEFAULT_THRESHOLD - 1.01]), now=0.0, after=0)
+            assert [p.probabilities is None for p in asked] == [True, False]
+            assert asked[0].ids == asked[1].ids == (1, 2)
+            between.fill = fill
+
+
 def test_the_study_runs_whole(model):
     found = gain(model.folder, model.weights, model.texts, PLAN)
     cells = 1 + 2  # caches and ratios, the named system, this machine: all of half a token cycle
@@ -103,7 +124,8 @@ def test_the_study_runs_whole(model):
 def test_an_arm_that_says_something_else_is_an_error(model):
     wrong = replace(model.answers[0], said=[token + 1 for token in model.answers[0].said])
     with full(model) as engine:
-        rounds_study._turn("replace, in_forward", (engine, None), wrong)
+        for rerouted in ("replace, in_forward", "gated, in_forward"):
+            rounds_study._turn(rerouted, (engine, None), wrong)
         with pytest.raises(ContractError, match="changed the answer"):
             rounds_study._turn("heads, in_forward", (engine, None), wrong)
 
@@ -248,6 +270,8 @@ def figures(near, far, bytes_near=100.0, ratio=1.0):
     for who in ("heads", "perfect"):
         rows.append(measured(f"{who}, in_forward", near, [bytes_near] * len(near), 0.8, ratio))
         rows += [measured(f"{who}, {b}_boundary", far, [100.0] * len(far), 1.0, ratio) for b in ("async", "step")]
+        if who == "heads":
+            rows.append(measured("gated, in_forward", near, [90.0] * len(near), 0.7, ratio))
         for issue, exposed in zip(ISSUE, (0.2, 0.3, 0.6), strict=True):
             depth.append({"who": who, "issue": issue, "layers": 8, "cycles": 3.0, "ratio": 1.0, "tokens": 9,
                           "exposed": exposed, "nbytes": 10.0, "seconds": 1 + exposed})  # fmt: skip
@@ -279,6 +303,7 @@ def test_more_than_the_spread_at_equal_bytes():
     assert row(found, "heads, step_boundary: faster than off")["measured"] == 0
     assert "loses at cache 3, reads 1 (x 1.00)" in row(found, "heads, step_boundary: faster than off")["spread"]
     assert verdict(found, "heads, in_forward: faster than off") is True
+    assert verdict(found, "gated, in_forward: faster than off") is True
     found["rows"][0]["ratio"] = None  # a disk that is not slowed proves nothing about overlap
     assert pairs_of(found["rows"], "heads", "step_boundary") == []
 
