@@ -21,8 +21,8 @@ def policy(name, share, loss, time, *, mixing="unit", read=174_838.0):
         "bytes": estimate(read, 3090.0),
         "time": {"0": estimate(time)}, "error": estimate(0.5),
     }  # fmt: skip
-    # On all windows a way looks better here than on those that the late ways are run on.
-    return row if loss is None else {**row, "loss": estimate(loss - 0.5), "loss_beside_late": estimate(loss)}
+    # On all windows a way looks a little worse here than on those that the late ways are run on.
+    return row if loss is None else {**row, "loss": estimate(loss + 0.001), "loss_beside_late": estimate(loss)}
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_one_row_a_policy_for_quality_and_three_for_bytes(found):
         "veto, softmax",
         "anchor only",
     ]
-    assert quality["value"].tolist() == pytest.approx([-0.5, -0.49, -0.48, -0.47, -0.46])
+    assert quality["value"].tolist() == pytest.approx([0.001, 0.011, 0.021, 0.031, 0.041])
     assert len(errors) == 6 and read["policy"].tolist() == quality["policy"].tolist()
     assert read.columns.tolist()[2:] == ["cache of 0.1", "cache of 0.2", "cache of 0.4", "n"]
     assert read["cache of 0.2"].tolist()[0] == "174.8 ± 3.1"
@@ -143,7 +143,7 @@ def test_sentences_say_what_the_figures_say(found):
     )
     for row in found["m"]["policies"]:
         if row["policy"] in ("anchor only", "compatible top-2"):
-            row["loss_beside_late"]["value"] = 0.5
+            row["loss"]["value"] = 0.5  # waiting ways are judged on all windows
     assert "is anchored top-1, after 0.50 token-times." in unfolded(views.fallback_sentences(found))
 
 

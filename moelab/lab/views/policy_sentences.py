@@ -36,14 +36,17 @@ def calibration_sentences(found: Figures, utility: str) -> str:
 def fallback_sentences(found: Figures) -> str:
     """Where the anchor in a late expert's place beats waiting and where it does not: a sentence a model and deadline.
 
-    A loss counts as measurable from two standard errors above the layer as trained.
+    A loss counts as measurable from two standard errors above the layer as trained; ways that wait are judged on all
+    windows, which is the stricter test.
     """
     frame, out = late_experts(found), []
     for (m, deadline), rows in frame.groupby(["model", "deadline"], sort=False):
         late = rows[~rows["waits"]]
         late = late.set_index(late["way"].str.removeprefix("late: "))
-        harmless = rows[rows["value"] <= 2 * rows["se"]]
-        waiting = harmless[harmless["waits"]].sort_values("token time", kind="stable").iloc[0]
+        losses = {r["policy"]: r["loss"] for r in found[m]["policies"] if "loss" in r}
+        harmless = [name for name, loss in losses.items() if loss["value"] <= 2 * (loss["se"] or 0)]
+        waits = rows[rows["waits"] & rows["way"].isin(harmless)]
+        waiting = waits.sort_values("token time", kind="stable").iloc[0]
         costs = ", ".join(f"{way} {_estimate(row, 4)}" for way, row in late.iterrows())
         slow = max(row["time"]["value"] for row in found[m]["late"] if _middle(found[m], row, deadline))
         anchor = late.loc["anchor"]
