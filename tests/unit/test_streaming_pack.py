@@ -170,7 +170,7 @@ def test_a_shortened_file_is_refused_by_every_reader(reader, name, copy):
 
 def test_a_missing_file_is_refused(copy):
     (copy / "experts-001.bin").unlink()
-    with pytest.raises(ArtifactError, match="experts-001.bin.*no file"):
+    with pytest.raises(ArtifactError, match="missing.*experts-001.bin"):
         open_store(copy)
 
 

@@ -50,6 +50,43 @@ def test_an_unknown_option_is_typed_and_the_known_ones_are_listed(make):
     assert caught.value.field == "cache_size" and "top_k" in str(caught.value.expected)
 
 
+@pytest.mark.parametrize("make, values, words", [
+    (LayerOptions, {"load_threads": 10**9}, "out of range; field: load_threads; got: 1000000000, expected: <= 256"),
+    (LayerOptions, {"prefetch_threads": 257}, "field: prefetch_threads; got: 257"),
+    (EngineOptions, {"threads": 10**9}, "field: threads; got: 1000000000, expected: <= 256"),
+    (EngineOptions, {"policy": "lfu"}, "unknown policy; field: policy; got: 'lfu'.*'layer-lfu'"),
+    (EngineOptions, {"reader": "nmap"}, "unknown reader; field: reader; got: 'nmap'.*'mmap'"),
+])  # fmt: skip
+def test_what_no_engine_could_use_is_refused_before_a_model_is_named(make, values, words):
+    with pytest.raises(ParameterError, match=words):
+        make(**values)
+
+
+@pytest.mark.parametrize("load", [StreamingEngine.load, StreamedModel.load])
+@pytest.mark.parametrize("values, words", [
+    ({"staged": True, "staged_n": 990}, "staged_n; got: 990, expected: <= 16, the experts"),
+    ({"hot_per_layer": 17}, "hot_per_layer; got: 17, expected: <= 16, the experts"),
+    ({"full_layer_prefill": True, "prefill_full_layers": 4}, "prefill_full_layers; got: 4, expected: <= 3, the layers"),
+])  # fmt: skip
+def test_layer_options_count_no_more_than_the_model_has(load, values, words, stock):
+    with pytest.raises(GeometryError, match=f"more than the model has; field: options.layer.{words}"):
+        load(stock, EngineOptions(cache_bytes=64 << 20, layer=LayerOptions(**values)))
+
+
+def test_an_engine_has_no_mode(stock):
+    with StreamingEngine.load(stock, ROOM) as engine:
+        with pytest.raises(ParameterError, match="no mode; field: mode; got: 'advise'.*install_prerouter"):
+            engine.mode = "advise"
+        assert engine.mode is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "experts-001.bin", "config.json", "tokenizer.json"])
+def test_a_pack_that_lacks_a_file_names_it(name, packed):
+    (packed / name).unlink()
+    with pytest.raises(MissingArtifactError, match=f"file.*{name}"):
+        StreamingEngine.load(packed, ROOM)
+
+
 @pytest.mark.parametrize("values", [{"cache_bytes": 0}, {"cache_bytes": -1}, {"max_inflight_bytes": 0}])
 def test_bytes_that_are_none(values):
     with pytest.raises(ParameterError, match=f"out of range; field: {next(iter(values))}.*>= 1"):
@@ -129,6 +166,8 @@ def test_a_refused_fill_leaves_no_lease(packed):
         first = Fill(memory, 0, [5], slots[:1], urgent=True, together=True)
         with pytest.raises(ContractError, match=r"filled in one place.*got: \[5\]"):
             Fill(memory, 0, [3, 5], slots[1:], urgent=True)
+        with pytest.raises(ValueError, match="zip"):
+            Fill(memory, 0, [3, 6], slots[1:2], urgent=True)
         first.wait()
         assert memory.cache.room(1) == room  # others' leases would count
         again = Fill(memory, 0, [3, 5], slots[1:], urgent=True)
@@ -139,13 +178,13 @@ def test_a_refused_fill_leaves_no_lease(packed):
 
 @pytest.mark.parametrize("name, why", [
     ("kv_bits", "attention caches stay in the precision"), ("input_embeddings", "token ids"),
-    ("draft_model", "no drafting"), ("tempreature", "unknown argument"),
+    ("draft_model", "no drafting"), ("tempreature", "unknown argument"), ("mode", "a prerouter's.*install_prerouter"),
 ])  # fmt: skip
-def test_arguments_of_mlx_lm_that_streaming_has_not(stock, name, why):
+def test_arguments_that_streaming_has_not_are_refused_at_the_call(stock, name, why):
     with StreamingEngine.load(stock, ROOM) as engine:
         for ask in (engine.generate, engine.stream_generate, engine.stream_tokens):
             with pytest.raises(ParameterError, match=f"{why}.*field: {name}.*max_kv_size") as caught:
-                list(ask([1, 2], **{name: 4}))
+                ask([1, 2], **{name: 4})
             assert "engine" not in caught.value.expected
         assert engine.store.reads == 0
 

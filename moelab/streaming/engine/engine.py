@@ -27,13 +27,14 @@ from ...models.loading import PRECISIONS, MoEGeometry
 from ...params import known_names
 from ...routes import PREFILLED
 from ..cache.cache import Cache
-from ..cache.eviction import DEFAULT, policy
+from ..cache.eviction import DEFAULT, POLICIES, policy
 from ..layer.install import hot_options, install, slots_beside
-from ..layer.options import LayerOptions
+from ..layer.options import MOST_THREADS, LayerOptions
 from ..memory.forward import Forward
 from ..memory.memory import ExpertMemory
 from ..schedule.schedule import Scheduler
 from ..store.device import VirtualDevice
+from ..store.readers import READERS
 from ..store.store import ExpertStore
 from .footprint import seen_positions
 from .streamed import StreamedModel
@@ -114,8 +115,11 @@ class EngineOptions:
         for name, least in LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise ParameterError("out of range", field=name, got=value, expected=f">= {least}")
-        if self.precision not in PRECISIONS:
-            raise ParameterError("unknown precision", field="precision", got=self.precision, expected=PRECISIONS)
+        if self.threads > MOST_THREADS:
+            raise ParameterError("out of range", field="threads", got=self.threads, expected=f"<= {MOST_THREADS}")
+        for name, known in {"precision": PRECISIONS, "reader": READERS, "policy": tuple(POLICIES)}.items():
+            if getattr(self, name) not in known:
+                raise ParameterError(f"unknown {name}", field=name, got=getattr(self, name), expected=known)
 
 
 class StreamingEngine:
@@ -169,6 +173,17 @@ class StreamingEngine:
             loaded.belongs_to(engine)
             undo.pop_all()
         return engine
+
+    @property
+    def mode(self) -> None:
+        """None, and cannot be set: modes are those of an installed prerouter (`Prerouter.mode`)."""
+
+    @mode.setter
+    def mode(self, value: Any) -> None:
+        raise ParameterError(
+            "an engine has no mode", field="mode", got=value, expected="the mode of its prerouter",
+            fix="prerouter = install_prerouter(engine.loaded, spec, engine, mode=...)",
+        )  # fmt: skip
 
     def generate(self, prompt: str | list[int], *, verbose: bool = False, **kwargs: Any) -> str:
         """The whole completion. Arguments as `stream_generate`; `verbose` prints it as it comes."""

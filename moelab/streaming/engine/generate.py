@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -36,6 +36,7 @@ NOT_HERE = {
     "draft_model": "there is no drafting here",
     "num_draft_tokens": "there is no drafting here",
     "stream": "passes run on the device's default stream",
+    "mode": "modes are a prerouter's, `install_prerouter(engine.loaded, spec, engine, mode=...)`",
 }
 """Arguments of mlx-lm's that streaming does not have, and why."""
 
@@ -55,8 +56,9 @@ def stream_tokens(
 ) -> Iterator[tuple[int, mx.array]]:
     """Token ids and log-probabilities `[V]`, one decode pass each; arguments as in `mlx_lm.generate_step`.
 
-    The request is reset first (`StreamingEngine.reset`). `max_tokens=-1` has no end. `prefill_step_size` is what is
-    computed at once at most (`StreamingEngine.prefill_step`).
+    What is wrong with the arguments is said at the call; the first token is computed when it is asked for. The request
+    is reset then (`StreamingEngine.reset`). `max_tokens=-1` has no end. `prefill_step_size` is what is computed at once
+    at most (`StreamingEngine.prefill_step`).
 
     Raises:
         ParameterError: an empty prompt, ids that are none, or an argument that streaming does not have (`NOT_HERE`).
@@ -75,9 +77,26 @@ def stream_tokens(
         raise ParameterError("no such token", field="prompt", got=wrong, expected=f"0 to {vocabulary - 1}")
     if type(max_tokens) is not int or max_tokens < -1 or max_tokens == 0:
         raise ParameterError("no such count", field="max_tokens", got=max_tokens, expected="an int >= 1, or -1")
+    return _tokens(
+        engine, prompt, max_tokens, sampler or greedy_sampler, logits_processors or (), max_kv_size, prompt_cache,
+        prefill_step_size, prompt_progress_callback or (lambda *_: None),
+    )  # fmt: skip
+
+
+def _tokens(
+    engine: StreamingEngine,
+    prompt: list[int],
+    max_tokens: int,
+    sampler: Callable[[mx.array], mx.array],
+    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]],
+    max_kv_size: int | None,
+    prompt_cache: list[Any] | None,
+    prefill_step_size: int | None,
+    told: Callable[[int, int], None],
+) -> Iterator[tuple[int, mx.array]]:
+    """`stream_tokens` of arguments that are right."""
     engine.reset()
     cache = make_prompt_cache(engine.loaded.model, max_kv_size) if prompt_cache is None else prompt_cache
-    told = prompt_progress_callback or (lambda *_: None)
     step = engine.prefill_step(len(prompt), max_tokens, most=prefill_step_size, seen=seen_positions(cache))
     tokens, seen = mx.array(prompt), 0
     told(0, len(prompt))
@@ -91,10 +110,10 @@ def stream_tokens(
     while count != max_tokens:
         logits = engine.run(y[None], cache, DECODED)[:, -1, :] if ahead is None else ahead
         history = mx.concatenate([history, y])
-        for processor in logits_processors or ():
+        for processor in logits_processors:
             logits = processor(history, logits)
         logprobs = logits - mx.logsumexp(logits, keepdims=True)
-        y = (sampler or greedy_sampler)(logprobs)
+        y = sampler(logprobs)
         mx.eval(y, logprobs)
         if count == 0:
             told(len(prompt), len(prompt))
@@ -132,6 +151,13 @@ def stream_generate(
         raise ParameterError(
             "no prompt", field="prompt", got=type(prompt).__name__, expected="text, or token ids"
         ) from error
+    stream = stream_tokens(engine, prompt, max_tokens=max_tokens, **kwargs)
+    return _responses(tokenizer, stream, len(prompt), max_tokens)
+
+
+def _responses(
+    tokenizer: Any, stream: Iterator[tuple[int, mx.array]], prompt_tokens: int, max_tokens: int
+) -> Iterator[GenerationResponse]:
     detokenizer, began, count, token, logprobs = tokenizer.detokenizer, time.perf_counter(), 0, None, None
     prompt_tps = 0.0
 
@@ -141,7 +167,7 @@ def stream_generate(
             token=token,
             logprobs=logprobs,
             from_draft=False,
-            prompt_tokens=len(prompt),
+            prompt_tokens=prompt_tokens,
             prompt_tps=prompt_tps,
             generation_tokens=count,
             generation_tps=count / (time.perf_counter() - began),
@@ -149,12 +175,11 @@ def stream_generate(
             finish_reason=reason,
         )
 
-    stream = stream_tokens(engine, prompt, max_tokens=max_tokens, **kwargs)
     for token, logprobs in stream:  # noqa: B007  (both are read by `response`)
         count += 1
         if count == 1:
             now = time.perf_counter()
-            prompt_tps, began = len(prompt) / (now - began), now
+            prompt_tps, began = prompt_tokens / (now - began), now
         if token in tokenizer.eos_token_ids:
             break
         detokenizer.add_token(token)

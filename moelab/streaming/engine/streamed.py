@@ -26,7 +26,7 @@ import psutil
 from ...errors import ContractError, GeometryError, ParameterError
 from ...files import digest_json
 from ...models.loading import LoadedModel, cast, measure, tokenizer_of, widen_experts
-from ..layer.install import slots_beside, with_top_k
+from ..layer.install import require_fit, slots_beside, with_top_k
 from ..layer.layer import share
 from ..memory.allocator import CacheLimit
 from ..store.pack import PackSource
@@ -112,6 +112,8 @@ class StreamedModel(LoadedModel):
                     fix="top_k=None, as in profile(name, top_k=None); or change_top_k=True, for another output",
                 )  # fmt: skip
             frame = with_top_k(frame, options.layer.top_k)
+        if options.layer is not None:
+            require_fit(options.layer, frame.blocks)
         geometry = measure(frame.blocks)
         cast(frame.network, options.precision)
         widen_experts(frame.blocks, frame.path, allowed=False)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..store.skeleton import Skeleton
     from ..store.store import ExpertStore
 
-__all__ = ["hot_options", "install", "shared_expert", "slots_beside", "with_top_k"]
+__all__ = ["hot_options", "install", "require_fit", "shared_expert", "slots_beside", "with_top_k"]
 
 SHARED = ("shared_experts", "shared_expert", "shared_mlp", "share_expert")
 TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "k")
@@ -58,6 +58,20 @@ def install(
     for block, switch in zip(blocks, switches, strict=True):
         setattr(block.switch_owner, block.switch_name, switch)
     return switches
+
+
+def require_fit(options: LayerOptions, blocks: Sequence[Block]) -> None:
+    """Raise GeometryError where the options count more experts or layers than the model has."""
+    experts, layers = blocks[0].experts, len(blocks)
+    for name, got, most, of in (
+        ("staged_n", options.staged_n * options.staged, experts, "experts of a layer"),
+        ("hot_per_layer", options.hot_per_layer, experts, "experts of a layer"),
+        ("prefill_full_layers", options.prefill_full_layers, layers, "layers"),
+    ):
+        if got > most:
+            raise GeometryError(
+                "more than the model has", field=f"options.layer.{name}", got=got, expected=f"<= {most}, the {of}"
+            )
 
 
 def slots_beside(options: LayerOptions | None, store: ExpertStore) -> int:

@@ -49,13 +49,17 @@ from typing import Any, Self
 from ...errors import ParameterError
 from ...params import known_names
 
-__all__ = ["ON_MISSING", "PROFILES", "LayerOptions", "profile"]
+__all__ = ["MOST_THREADS", "ON_MISSING", "PROFILES", "LayerOptions", "profile"]
+
+MOST_THREADS = 256
+"""No disk gains from more reads in progress, and each thread takes a stack and a buffer."""
 
 ON_MISSING = ("exact", "raise", "zero", "anchor")
 _LEAST = {
     "staged_n": 1, "staged_trigger": 1, "hot_per_layer": 0, "hot_update_interval": 1, "cache_slots": 1,
     "prefetch_cap": 1, "load_threads": 1, "prefetch_threads": 1, "prefill_full_layers": 0, "prefill_hot": 0,
 }  # fmt: skip
+_MOST = {"load_threads": MOST_THREADS, "prefetch_threads": MOST_THREADS}
 _ALWAYS = {
     "asm_cache": "slots are assembled stacks, and stay",
     "use_compile": "the layer runs mlx-lm's own module",
@@ -102,6 +106,9 @@ class LayerOptions:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ParameterError("out of range", field=name, got=getattr(self, name), expected=f">= {least}")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ParameterError("out of range", field=name, got=getattr(self, name), expected=f"<= {most}")
         if (
             not 0 <= self.hot_decay <= 1
             or not 0 <= self.pin_bonus < math.inf

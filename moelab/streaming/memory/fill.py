@@ -69,12 +69,12 @@ class Fill:
                 )
             for expert, out in zip(experts, outs, strict=True):
                 if (slot := memory.cache.slot(base + expert)) is not None:
-                    memory.cache.lease([base + expert])
                     copies.append((base + expert, slot, out))
                     self.copied.append(expert)
                 else:
                     self.pending[base + above + expert] = out
                     self.read.append(expert)
+            memory.cache.lease([key for key, _, _ in copies])
             if together:
                 self._ask(list(self.pending), P0 if urgent else P1, deadline)
         for _, slot, out in copies:

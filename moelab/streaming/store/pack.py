@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from ...errors import ArtifactError
+from ...errors import ArtifactError, MissingArtifactError
 from ...files import digest_file, digest_json, read_json
 from .layout import ExpertLayout, TensorSpec, run_dtype
 from .shards import read_header
@@ -130,9 +130,11 @@ def read_pack(folder: str | Path) -> Pack:
         )
     here = {file.name: digest_file(file) for file in sorted(folder.iterdir()) if is_copied(file.name)}
     for name in sorted(here.keys() | pack.copied.keys()):
-        if here.get(name) != pack.copied.get(name):
+        if name not in here:
+            raise MissingArtifactError("a file of the pack is missing", file=folder / name, fix="pack the model again")
+        if here[name] != pack.copied.get(name):
             raise ArtifactError(
-                "altered", file=folder / name, got=here.get(name, "no such file"),
+                "altered", file=folder / name, got=here[name],
                 expected=pack.copied.get(name, "no such file"), fix="pack the model again",
             )  # fmt: skip
     for layer in pack.layers:
@@ -159,14 +161,12 @@ def half_written(folder: Path) -> bool:
 
 
 def require_size(path: Path, nbytes: int) -> None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        size = None
-    if size != nbytes:
+    if not path.is_file():
+        raise MissingArtifactError("a file of the pack is missing", file=path, fix="pack the model again")
+    if (size := path.stat().st_size) != nbytes:
         raise ArtifactError(
-            "a file of expert records is not complete", file=path, field="size",
-            got="no file" if size is None else f"{size} bytes", expected=f"{nbytes} bytes", fix="pack the model again",
+            "a file of expert records is not complete", file=path, field="size", got=f"{size} bytes",
+            expected=f"{nbytes} bytes", fix="pack the model again",
         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ArtifactError
+from ...errors import ArtifactError, MissingArtifactError
 from ...files import canonical_json
 
 __all__ = ["NAMES", "SIZES", "Stored", "dtype_name", "encode_header", "host_bytes", "read_header", "some"]
@@ -47,8 +47,11 @@ def read_header(path: Path, file: int = 0) -> dict[str, Stored]:
     """Tensors of a safetensors file by key, after its size was held against its header.
 
     Raises:
+        MissingArtifactError: no such file.
         ArtifactError: not safetensors, or the file is shorter or longer than its header says.
     """
+    if not path.is_file():
+        raise MissingArtifactError("file not found", file=path, expected="a safetensors file")
     size = path.stat().st_size
     with open(path, "rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
