@@ -157,7 +157,7 @@ def test_a_pack_is_no_resident_model(packed):
 
 
 def test_a_refused_fill_leaves_no_lease(packed):
-    with StreamingEngine.load(packed, ROOM) as engine:
+    with StreamingEngine.load(packed, EngineOptions(cache_bytes=4 << 20, policy="lru")) as engine:  # one pool for all
         memory, slots = engine.memory, [aligned(engine.store.layouts[0].slot_bytes) for _ in range(3)]
         demand = memory.demand(0, [3], phase=DECODED)  # so that 3 is resident
         demand.wait()
