@@ -91,7 +91,7 @@ def _says(verdict: Verdict | None, figure: str) -> str:
         return "no figure"
     number = verdict.figures[figure]
     return (
-        f"{figure.replace('_', ' ')} {number:,.4g}"
+        f"{figure.replace('_', ' ')} {float(f'{number:.4g}'):,.9g}"
         if isinstance(number, float)
         else f"{figure.replace('_', ' ')} {number}"
     )

@@ -112,4 +112,6 @@ def show(value: Figure) -> str:
         return escape(str(value))
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.{SIGNIFICANT_DIGITS}g}" if 1e-4 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
+    if value and not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    return f"{float(f'{value:.{SIGNIFICANT_DIGITS}g}'):,.9g}"  # rounded first, so that no exponent is needed

@@ -26,6 +26,17 @@ def test_estimates_show_value_error_and_n():
         assert text in html, text
 
 
+def test_estimates_separate_thousands_and_have_no_negative_zero():
+    frame = FRAME.assign(value=[174838.2, -0.0001], se=[3090.0, 0.0])
+    html = tables.estimate_table(frame, id="x", caption="x", decimals=1).as_raw_html()
+    assert "174,838.2 ± 3,090.0" in html and ">0.0 ± 0.0<" in html
+
+
+def test_truths_are_yes_and_no():
+    html = tables.table(pd.DataFrame({"undominated": [True, False]}), id="x", caption="x").as_raw_html()
+    assert "yes</td>" in html and "no</td>" in html and "True" not in html
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -52,7 +63,7 @@ def test_numbers_read_well_small_large_and_missing():
     frame = pd.DataFrame({"x": [8.643e-7, 1234567.0, 0.5, float("nan"), 0.0], "k": [1, 20000, 3, 4, 5]})
     html = tables.table(frame, id="t", caption="c").as_raw_html()
     cells = [part.split("<")[0] for part in html.split('class="gt_row gt_right">')[1:]]
-    assert cells == ["8.64e-07", "1", "1.23e+06", "20,000", "0.5", "3", "–", "4", "0", "5"]
+    assert cells == ["8.64e-07", "1", "1,235,000", "20,000", "0.5", "3", "–", "4", "0", "5"]
 
 
 def test_every_failure_is_listed():

@@ -42,7 +42,7 @@ def calibration_zero(found: Figures) -> pd.DataFrame:
     """Estimates of the utility on both sides of zero, and of the best specialist of each token."""
     sides = {
         "score > 0": "helps_when_positive",
-        "score <= 0": "helps_when_not",
+        "score ≤ 0": "helps_when_not",
         "best specialist": "best_helps",
     }
     return pd.DataFrame(
