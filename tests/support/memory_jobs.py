@@ -53,6 +53,23 @@ def pack(model, out):
     return {"before": before, "peak": watch.peak}
 
 
+def opening(model):
+    """A checkpoint opened in place, beside what the process took when its skeleton was there."""
+    from moelab.models import without_torch
+
+    without_torch()
+    from moelab.streaming import open_store
+    from moelab.streaming.store.skeleton import skeleton
+    from moelab.studies.streaming_memory import Watch
+
+    with Watch(0.001) as watch:
+        skeleton(model)
+        before = watch.look()
+        with open_store(model):
+            pass
+    return {"before": before, "peak": watch.peak}
+
+
 def imports(lean):
     """What the engine's libraries take before anything is loaded."""
     from moelab.models import without_torch

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import store_cases
 
-from moelab.errors import ArtifactError, MissingArtifactError, ParameterError, UnsupportedModelError
+from moelab.errors import ArtifactError, ContractError, MissingArtifactError, ParameterError, UnsupportedModelError
 from moelab.files import read_json, write_json
 from moelab.models import load
 from moelab.streaming import open_store, write_pack
-from moelab.streaming.store.checkpoint import model_digest
+from moelab.streaming.store.checkpoint import expert_parameters, model_digest
 from moelab.streaming.store.shards import encode_header, read_header
 
 READERS = ("auto", "buffered", "mmap")
@@ -148,6 +148,16 @@ def test_what_does_not_lie_there_as_it_is_run_is_refused_in_place_and_packed_by_
     write_pack(tmp_path / "model", tmp_path / "pack")
     with open_store(tmp_path / "pack", precision="stored", verify="records") as store:
         assert store_cases.same(store, expected)
+
+
+def test_opening_in_place_is_refused_without_the_room_for_it(tmp_path):
+    single(tmp_path / "model")
+    stack = max(array.nbytes for layer in expert_parameters(tmp_path / "model") for array in layer.arrays.values())
+    open_store(tmp_path / "model", room=2 * stack).close()
+    with pytest.raises(ContractError, match=f"takes more memory.*got: '{2 * stack - 1} bytes'.*>= {2 * stack} bytes"):
+        open_store(tmp_path / "model", room=2 * stack - 1)
+    stacked(tmp_path / "other")
+    open_store(tmp_path / "other", room=0).close()  # lies as the model names it: nothing is guessed, nothing compared
 
 
 def test_a_match_by_name_with_other_values_is_refused(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import time
 
 import memory_jobs
 import mlx.core as mx
+import psutil
 import pytest
 from mlx_lm.generate import generate_step
 
@@ -18,6 +19,7 @@ from moelab.lab.peers.cap import Refusal, enforced, open_cap
 from moelab.models import tiny
 from moelab.streaming import EngineOptions, StreamedModel, StreamingEngine, open_store, write_pack
 from moelab.streaming.store import packing
+from moelab.streaming.store.checkpoint import CheckpointSource
 
 MiB = 1 << 20
 TOKENS = 2251
@@ -122,6 +124,22 @@ def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     generated.write(folder, LARGE)
     return folder
+
+
+STACKED = LARGE.experts * LARGE.expert_bytes // 3
+"""Bytes of one projection of all experts of a layer."""
+
+
+def test_opening_in_place_takes_two_stacks_of_a_projection(large):
+    found = memory_jobs.run("opening", large)
+    assert found["peak"] - found["before"] < 2 * STACKED + 8 * MiB  # the headers, the files' mappings
+
+
+def test_a_budget_that_opening_in_place_would_break_is_refused_before_it_reads(large, monkeypatch):
+    rss = psutil.Process().memory_info().rss
+    monkeypatch.setattr(CheckpointSource, "_compare", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(ContractError, match=f"takes more memory than there is.*room.*>= {2 * STACKED} bytes.*pack"):
+        StreamedModel.load(large, memory_budget_bytes=rss + STACKED)
 
 
 def test_packing_holds_a_few_experts_and_never_the_model(large, tmp_path):

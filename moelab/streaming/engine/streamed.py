@@ -35,9 +35,10 @@ from ..store.slab import Slab
 from ..store.store import ExpertStore, open_store
 from .footprint import Footprint, room
 from .layerwise import LayerMajor
+from .options import EngineOptions
 
 if TYPE_CHECKING:
-    from .engine import EngineOptions, StreamingEngine
+    from .engine import StreamingEngine
 
 __all__ = ["StreamedModel"]
 
@@ -76,8 +77,6 @@ class StreamedModel(LoadedModel):
         cls, model: str | Path, options: EngineOptions | None = None, memory_budget_bytes: int | None = None
     ) -> Self:
         """Load all but the experts. Arguments and errors as `StreamingEngine.load`, but for room for slots."""
-        from .engine import EngineOptions
-
         options = EngineOptions() if options is None else options
         given = [size for size in (memory_budget_bytes, options.cache_bytes) if size is not None]
         if len(given) != 1 and (given or options.layer is None):
@@ -118,9 +117,11 @@ class StreamedModel(LoadedModel):
         cast(frame.network, options.precision)
         widen_experts(frame.blocks, frame.path, allowed=False)
         check = frame.packed if options.check_reads is None else options.check_reads
+        left = None if memory_budget_bytes is None else max(0, memory_budget_bytes - psutil.Process().memory_info().rss)
         store = open_store(
-            frame.path, reader=options.reader, precision=options.precision, device=options.device, check_reads=check
-        )
+            frame.path, reader=options.reader, precision=options.precision, device=options.device, check_reads=check,
+            room=left,
+        )  # fmt: skip
         try:
             if frame.packed:
                 PackSource(frame.path, options.precision).verify_weights()

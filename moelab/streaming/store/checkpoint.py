@@ -10,7 +10,8 @@ read). The headers of the shards say which tensors there are and where. A tensor
 
 A match by 2-4 is only a guess from names and shapes. So one expert of the first and of the last MoE layer is
 compared, byte for byte, with what mlx-lm itself makes of the checkpoint. It makes whole stacks, so each projection
-takes twice its bytes for a moment. What does not match (transposed, interleaved, to be unpacked first) is refused by
+takes twice its bytes for a moment (`opening_bytes`): known from the headers, and refused first where there is no room
+for it. What does not match (transposed, interleaved, to be unpacked first) is refused by
 name: `moelab pack` can convert whatever mlx-lm can load.
 """
 
@@ -19,12 +20,13 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArtifactError, UnsupportedModelError
+from ...errors import ArtifactError, ContractError, UnsupportedModelError
 from ...files import digest_file, digest_json, read_json
 from .layout import ExpertLayout, TensorSpec, run_dtype
 from .shards import SIZES, Stored, dtype_name, host_bytes, read_header, some
@@ -51,13 +53,17 @@ def model_digest(path: Path) -> str:
 class CheckpointSource:
     """`store.Source` over a checkpoint folder. Attributes as there; `names[layer]` are the model's own tensor names.
 
+    Args:
+        room: bytes of memory that opening may take for a moment; None = as many as it needs.
+
     Raises:
         MissingArtifactError: no such checkpoint.
         ArtifactError: a shard is shorter than its header says, or two shards have a tensor of one name.
         UnsupportedModelError: mlx-lm cannot load it, or its experts do not lie there as they are run.
+        ContractError: opening takes more than `room`; nothing was read.
     """
 
-    def __init__(self, model: str | Path, precision: str):
+    def __init__(self, model: str | Path, precision: str, *, room: int | None = None):
         from ...models.loading import find
 
         self.path, self.precision = find(model), precision
@@ -81,8 +87,16 @@ class CheckpointSource:
             self._places.append(list(zip(*found.values(), strict=True)))
             layouts.append(ExpertLayout(tuple(layer.spec(name, precision) for name in layer.arrays)))
         self.layouts = tuple(layouts)
-        for number in sorted(guessed & {0, self.layers - 1}):
-            self._compare(number, layers[number])
+        compared = {number: layers[number] for number in sorted(guessed & {0, self.layers - 1})}
+        need = opening_bytes(compared.values())
+        if room is not None and need > room:
+            raise ContractError(
+                "opening this checkpoint in place takes more memory than there is", file=self.path, field="room",
+                got=f"{room} bytes", expected=f">= {need} bytes, two stacks of one projection, for a moment",
+                fix="raise the memory budget, or moelab pack MODEL OUT once, where there is as much",
+            )  # fmt: skip
+        for number, parameters in compared.items():
+            self._compare(number, parameters)
 
     def identity(self) -> dict[str, Any]:
         """Reads every shard the first time, for the digest."""
@@ -111,10 +125,13 @@ class CheckpointSource:
 
     def _compare(self, layer: int, parameters: ExpertParameters) -> None:
         """One expert as mlx-lm loads it against the bytes found for it."""
+        import mlx.core as mx
+
         expert = self.experts - 1
         for name, tensor, (file, start) in zip(
             self.names[layer], self.layouts[layer].tensors, self.places(layer, expert), strict=True
         ):
+            mx.clear_cache()
             array = parameters.arrays.pop(name)  # evaluated whole below, and gone before the next one is
             with open(self.files[file], "rb") as stream:
                 stream.seek(start)
@@ -145,6 +162,11 @@ class ExpertParameters:
         return TensorSpec(
             name.removeprefix(self.switch + "."), tuple(array.shape[1:]), stored, run_dtype(stored, precision)
         )
+
+
+def opening_bytes(compared: Iterable[ExpertParameters]) -> int:
+    """Most memory that comparing takes: of one stacked tensor the parts that mlx reads, and the stack it makes."""
+    return max((2 * array.nbytes for layer in compared for array in layer.arrays.values()), default=0)
 
 
 def expert_parameters(path: Path) -> list[ExpertParameters]:

@@ -240,6 +240,7 @@ def open_store(
     device: VirtualDevice | None = None,
     verify: str = "header",
     check_reads: bool = False,
+    room: int | None = None,
 ) -> ExpertStore:
     """Open the experts of a pack, or of a stock checkpoint in place.
 
@@ -250,11 +251,13 @@ def open_store(
         device: slow the reads down to this virtual device; an expert is one read of it, wherever its tensors lie.
         verify: `header` checks headers and sizes; `records` also reads every record of a pack and its checksum.
         check_reads: compare the checksum at every read (pack only).
+        room: bytes of memory that opening a checkpoint may take for a moment; None = as many as it needs.
 
     Raises:
         ArtifactError: a file is missing, shorter than its header says, half written, or of an unknown version.
         UnsupportedModelError: experts of this checkpoint do not lie there as they are run; keys are listed.
         StoreError, ParameterError: as `ExpertStore` and `open_reader`.
+        ContractError: opening takes more than `room`; nothing was read.
     """
     if verify not in VERIFY:
         raise ParameterError("unknown way to verify", field="verify", got=verify, expected=VERIFY)
@@ -263,7 +266,7 @@ def open_store(
     else:
         from .checkpoint import CheckpointSource
 
-        source = CheckpointSource(path, precision)
+        source = CheckpointSource(path, precision, room=room)
     store = ExpertStore(source, reader=reader, device=device, check_reads=check_reads)
     if verify == "records":
         try:
