@@ -1,9 +1,9 @@
 """Heads on the host, for predictions that only move bytes.
 
 On a model whose token computes for milliseconds a call of a head in mlx is mostly dispatch: a dozen operations and a
-synchronisation on a few hundred numbers. The same sums in numpy, for one token, take a tenth of that. They differ from
-the mlx form by rounding, which may change the order of two equally likely experts. So a prediction that is a route, or
-may become one, is always mlx's (`calls`); advice may be the host's.
+synchronisation on a few hundred numbers. The same sums in numpy, for one token, take a fraction of that. They differ
+from the mlx form by rounding, which may change the order of two equally likely experts. So a prediction that is a
+route, or may become one, is always mlx's (`calls`); advice may be the host's.
 
 Nothing is copied: the host reads the memory of the mlx heads.
 """
@@ -11,6 +11,7 @@ Nothing is copied: the host reads the memory of the mlx heads.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import tanh
 
 import mlx.core as mx
 import numpy as np
@@ -22,21 +23,22 @@ from .modes import Prediction
 
 __all__ = ["Advice", "HostHead"]
 
-ERF, BEND = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592), 0.3275911
-"""1 - erf(s) = (…(ERF[0]·t + ERF[1])·t + …)·t · exp(-s²) within 1.5e-7, for s >= 0 and t = 1 / (1 + BEND·s).
-Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26."""
+TAIL = tuple(factor / 2 for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592))
+BEND = 0.3275911 * 0.5**0.5
+"""With t = 1 / (1 + BEND·|x|), what lies beyond |x| in a normal distribution is (…(TAIL[0]·t + TAIL[1])·t + …)·t times
+exp(-x² / 2), within 8e-8. Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, for erf."""
 SLACK = 1e-3
 """Confidences that lie nearer to a threshold are left to mlx: rounding moves them by a hundredth of it."""
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
-    """As `heads.gelu`, to 5e-7 · |x|: half of erf's error, and of float32's rounding in it."""
-    s = np.abs(x) * 0.5**0.5
-    t = 1 / (1 + BEND * s)
-    beyond = ERF[0] * t
-    for factor in ERF[1:]:
-        beyond = (beyond + factor) * t
-    return 0.5 * x * (1 + np.copysign(1 - beyond * np.exp(-s * s), x))
+    """As `heads.gelu`, x times what lies below x in a normal distribution, to 3e-7 · |x|: `TAIL`'s, and rounding."""
+    size = np.abs(x)
+    t = 1 / (1 + BEND * size)
+    tail = TAIL[0] * t
+    for factor in TAIL[1:]:
+        tail = (tail + factor) * t
+    return np.maximum(x, 0) - size * tail * np.exp(-0.5 * size * size)
 
 
 class HostHead:
@@ -90,12 +92,11 @@ class Advice:
         previous = None if features.previous is None else np.asarray(features.previous).reshape(-1)
         logits = head(hidden, np.asarray(features.current).reshape(-1), previous)
         scores, top_k = self.family.selection(logits, self._biases.get(owner))[0], self.family.top_k
-        top = np.argsort(-scores, kind="stable")[: top_k + (self.extra if mode == "advise" else 0)]
+        top = (-scores).argsort(kind="stable")[: top_k + (self.extra if mode == "advise" else 0)]
         ids, sure = tuple(top.tolist()), None
         if self._pairs is not None:
             scale, offset = self._pairs[owner]
-            sure = (0.5 + 0.5 * np.tanh(0.5 * (scale * logits[top] + offset))).tolist()
-        prediction = Prediction(
-            ids[:top_k], ids[top_k:], np.maximum(scores[top], LEAST).tolist(), sure, None, mx.array(logits[None, None])
-        )
+            sure = [0.5 + 0.5 * tanh(0.5 * (scale * logit + offset)) for logit in logits[top].tolist()]
+        scores = [max(score, LEAST) for score in scores[top].tolist()]
+        prediction = Prediction(ids[:top_k], ids[top_k:], scores, sure, None, mx.array(logits[None, None]))
         return prediction if mode == "advise" or prediction.confidence < threshold - SLACK else None

@@ -51,7 +51,7 @@ def seen(seed, *, previous=True, dtype=mx.float32):
 def test_gelu_is_the_exact_one():
     x = np.linspace(-9, 9, 100_001).astype(np.float32)
     exact = [0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x.tolist()]
-    assert (np.abs(gelu(x) - exact) <= 5e-7 * np.abs(x)).all() and gelu(x).dtype == np.float32
+    assert (np.abs(gelu(x) - exact) <= 3e-7 * np.abs(x)).all() and gelu(x).dtype == np.float32
 
 
 @pytest.mark.parametrize("form", ["full", "shared"])
@@ -64,7 +64,7 @@ def test_a_head_on_the_host_is_the_head(form, previous):
         host = HostHead(heads.head(owner))
         ids = [None if a is None else np.array(a).reshape(-1) for a in (f.current, f.previous)]
         got = host(np.array(f.hidden).reshape(-1), *ids)
-        # float32 sums of some hundred terms near 1, in another order; beside it gelu's 5e-7
+        # float32 sums of some hundred terms near 1, in another order; beside it gelu's 3e-7
         np.testing.assert_allclose(got, want, atol=5e-6, rtol=0)
         assert got.dtype == np.float32 and np.abs(want).max() > 0.1
 
