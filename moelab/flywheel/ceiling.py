@@ -29,7 +29,7 @@ from .bounds import ceiling as bound
 from .capture import CaptureOptions, capture
 from .engine import LiveEngine, opened
 from .foresight import Lookahead, Opt
-from .gates import PASS, Verdict, gate0
+from .gates import Verdict, gate0
 from .observations import Records
 from .observe import Observation
 from .residency import Visits, replay
@@ -134,11 +134,6 @@ def statuses(options: Options) -> dict[str, str]:
     """Status of Gate 0 for every model, built if it is missing: what training asks before it begins."""
     mine = options.upstream(CeilingOptions)
     return {model: verdict(model, figures, mine).status for model, figures in ceiling(mine).items()}
-
-
-def nothing_to_win(found: dict[str, str]) -> list[str]:
-    """Models on which Gate 0 did not pass."""
-    return [model for model, status in found.items() if status != PASS]
 
 
 def ceiling_model(model: str, options: CeilingOptions, observations: Path) -> Path:

@@ -63,17 +63,6 @@ class PredictorIdentity:
             )
 
 
-def previous_token(values: np.ndarray, thread: np.ndarray) -> np.ndarray:
-    """What the token before had: row t of `values` [T, ...] becomes row t-1 of the same thread, zeros at its start.
-
-    `thread` [T]: rows of a thread are contiguous and in order.
-    """
-    out = np.zeros_like(values)
-    same = np.flatnonzero(thread[1:] == thread[:-1]) + 1
-    out[same] = values[same - 1]
-    return out
-
-
 class NearTermPredictor(nn.Module):
     """Shared low-rank trunk with per-layer heads. See the module text for the formula."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,6 @@ class ObservationReader:
         self._owners[header.thread] = (header.owner, path)
         self._names[header.thread, header.generation, header.sequence] = path
         return observation
-
-    def read_all(self, paths: Iterable[str | Path]) -> Iterator[Observation]:
-        """Observations in the order of paths, each checked against all before it."""
-        for path in paths:
-            yield self.read(path)
 
     def _check_identity(self, header: Header, path: Path) -> None:
         for name, expected in asdict(self._identity).items():

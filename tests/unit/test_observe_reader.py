@@ -30,7 +30,7 @@ def test_a_set_is_read_in_any_order(tmp_path):
         write(tmp_path, "e", first=100, sequence="0", thread=OTHER, owner="o-002"),
     ]
     for order in (paths, paths[::-1]):
-        seen = list(ObservationReader(IDENTITY).read_all(order))
+        seen = list(map(ObservationReader(IDENTITY).read, order))
         assert [int(o.counter[0]) for o in seen] == [{"a": 100, "b": 110, "c": 50}.get(p.name, 100) for p in order]
 
 
@@ -93,7 +93,8 @@ def test_counters_do_not_run_back_across_files(tmp_path, first):
     paths = [write(tmp_path, "a"), write(tmp_path, "b", first=500, sequence="1")]
     late = write(tmp_path, "c", first=first, sequence="2")
     reader = ObservationReader(IDENTITY)
-    list(reader.read_all(paths))
+    for path in paths:
+        reader.read(path)
     with pytest.raises(RecordError) as refusal:
         reader.read(late)
     assert str(refusal.value) == (

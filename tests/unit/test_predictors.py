@@ -9,7 +9,7 @@ from predictor_cases import examples, identity, recall
 
 from moelab.artifacts import read_tensors, write_tensors
 from moelab.errors import ArtifactError, GeometryError, IdentityError, MissingArtifactError, RecordError
-from moelab.flywheel.predictors import NearTermPredictor, previous_token
+from moelab.flywheel.predictors import NearTermPredictor
 from moelab.flywheel.train import Examples, Recipe, fit, loss
 
 OWN = identity()
@@ -127,15 +127,6 @@ def test_fold_is_a_calibration_that_keeps_the_ranking():
         model.fold(np.zeros(3, np.float32), bias)
     with pytest.raises(GeometryError, match="array of another shape; field: scale"):
         model.fold(scale[:2], bias)
-
-
-def test_previous_token_never_crosses_a_thread():
-    values = np.arange(12, dtype=np.float32).reshape(6, 2) + 1
-    np.testing.assert_array_equal(
-        previous_token(values, np.array([0, 0, 0, 4, 4, 9])),
-        [[0, 0], [1, 2], [3, 4], [0, 0], [7, 8], [0, 0]],
-    )
-    assert previous_token(values[:0], np.zeros(0, np.int32)).shape == (0, 2)
 
 
 # ---------------------------------------------------------------- what it refuses
