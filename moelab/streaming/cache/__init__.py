@@ -1,5 +1,5 @@
 """The expert cache, pure and without a clock: what is resident, and what goes when it is full.
 
-`eviction` has the policies (`ranking`, `hotpin`), `cache` the state machine (`pools`, `holds`),
-`counters` what it counts.
+`slots` is the state machine of what lies where (`pools`, `holds`), `cache` the turns that layers take at it,
+`eviction` has the policies (`ranking`, `hotpin`), `counters` what is counted.
 """

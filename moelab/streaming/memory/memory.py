@@ -140,7 +140,11 @@ class ExpertMemory:
                 else:
                     demand.waiting.add(key)
                     self._failed.pop(key, None)
-                    self.scheduler.submit(self._ticket(key, layer, P0, now), now)
+                    asked = Ticket(
+                        key=key, layer=layer, priority=P0, owner="demand", generation=0, deadline=now,
+                        nbytes=self.store.nbytes(layer), confidence=1.0,
+                    )  # fmt: skip
+                    self.scheduler.submit(asked, now)
             self.scheduler.cancel_stale(self.cache.now)
             if len(demand.waiting) > 1:
                 self._change.notify_all()
@@ -290,12 +294,6 @@ class ExpertMemory:
         self._change.notify_all()
         if error is not None and not isinstance(error, Exception):  # the reading thread was interrupted
             raise error
-
-    def _ticket(self, key: int, layer: int, priority: int, now: float) -> Ticket:
-        return Ticket(
-            key=key, layer=layer, priority=priority, owner="demand", generation=0, deadline=now,
-            nbytes=self.store.nbytes(layer), confidence=1.0,
-        )  # fmt: skip
 
     def _check_open(self) -> None:
         if self._closed:
