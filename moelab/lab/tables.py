@@ -11,6 +11,7 @@ coercing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from pandera.typing.pandas import Series
 
 from ..errors import ContractError, MissingArtifactError, RecordError
 from .report import show
+
+SPACED = re.compile(r"(?<=\d) (±|to) (?=-?\d)")
+"""What stands in the middle of a figure, where a line must not break."""
 
 
 class Estimates(pa.DataFrameModel):
@@ -85,7 +89,8 @@ def table(frame: pd.DataFrame, *, id: str, caption: str, labels: Mapping[str, st
         raise ContractError("label of no column", field=sorted(unknown)[0], got=sorted(labels), expected=list(frame))
     integers = [name for name in frame if pd.api.types.is_integer_dtype(frame[name])]
     floats = [name for name in frame if pd.api.types.is_float_dtype(frame[name])]
-    made = GT(frame, id=id).tab_header(title=caption).cols_label(cases=labels)
+    texts = {name: frame[name].map(_unbroken) for name in frame if pd.api.types.is_string_dtype(frame[name])}
+    made = GT(frame.assign(**texts), id=id).tab_header(title=caption).cols_label(cases=labels)
     if integers:
         made = made.fmt_integer(integers)
     if truths := [name for name in frame if pd.api.types.is_bool_dtype(frame[name])]:
@@ -93,6 +98,10 @@ def table(frame: pd.DataFrame, *, id: str, caption: str, labels: Mapping[str, st
     if floats:
         made = made.fmt(lambda value: show(float(value)), columns=floats)
     return made.sub_missing(missing_text="–")
+
+
+def _unbroken(value: Any) -> Any:
+    return SPACED.sub(lambda found: f"\u00a0{found[1]}\u00a0", value) if isinstance(value, str) else value
 
 
 def estimate_table(

@@ -22,14 +22,29 @@ FRAME = pd.DataFrame({"control": ["gate", "previous"], "value": [0.5, 0.25], "se
 
 def test_estimates_show_value_error_and_n():
     html = tables.estimate_table(FRAME, id="recall", caption="Recall at K").as_raw_html()
-    for text in ("0.500 ± 0.010", "0.250 ± 0.002", "2,000", "Recall at K", "value ± standard error", 'id="recall"'):
+    for text in (
+        "0.500\u00a0±\u00a00.010",
+        "0.250\u00a0±\u00a00.002",
+        "2,000",
+        "Recall at K",
+        "value ± standard error",
+        'id="recall"',
+    ):
         assert text in html, text
 
 
 def test_estimates_separate_thousands_and_have_no_negative_zero():
     frame = FRAME.assign(value=[174838.2, -0.0001], se=[3090.0, 0.0])
     html = tables.estimate_table(frame, id="x", caption="x", decimals=1).as_raw_html()
-    assert "174,838.2 ± 3,090.0" in html and ">0.0 ± 0.0<" in html
+    assert "174,838.2\u00a0±\u00a03,090.0" in html and ">0.0\u00a0±\u00a00.0<" in html
+
+
+def test_a_figure_is_not_broken_in_the_middle():
+    frame = pd.DataFrame({"range": ["1 to -2.5", None], "words": ["± 0.1 of all, from 3 to five", "nothing to add"]})
+    html = tables.table(frame, id="x", caption="x").as_raw_html()
+    for text in ("1\u00a0to\u00a0-2.5", "± 0.1 of all, from 3 to five", "nothing to add"):
+        assert text in html
+    assert frame["range"].tolist()[0] == "1 to -2.5"
 
 
 def test_truths_are_yes_and_no():
