@@ -107,5 +107,5 @@ def test_simulated_figures_have_units():
     names = {"recall of the predictor", "useless candidates a useful one", "speed-up"}
     assert names <= set(views.simulated_contour(contour).columns)
     lines = views.simulated_speedups(contour)
-    assert lines["by"].tolist() == ["closed loop, recall 0.5", "fluid, recall 0.5"]
+    assert lines["time by"].tolist() == ["closed loop, recall 0.5", "fluid, recall 0.5"]
     assert lines["speed-up"].tolist() == [1.1, 1.2]

@@ -86,10 +86,10 @@ def simulation_check(found: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def simulated_speedups(figures: Mapping[str, Any]) -> pd.DataFrame:
-    """The contour in long form: `by` names the model of time, and the recall."""
+    """The contour in long form: `time by` names the model of time, and the recall."""
     frame = pd.DataFrame(figures["contour"])
     parts = [
-        frame.assign(speedup=frame[column], by=name + frame["recall"].map(", recall {:g}".format))
+        frame.assign(**{"speedup": frame[column], "time by": name + frame["recall"].map(", recall {:g}".format)})
         for column, name in (("speedup", "closed loop"), ("fluid_speedup", "fluid"))
     ]
     return pd.concat(parts, ignore_index=True).rename(columns=AXES)
