@@ -11,9 +11,7 @@ import zlib
 
 from torch.utils.data import Dataset
 
-from moelab.streaming import EngineOptions, ExpertStore, StreamingEngine, open_store
-
-ROOM = EngineOptions(cache_bytes=4 << 20)
+from moelab.streaming import ExpertStore, open_store
 
 
 def checksum(store: ExpertStore, number: int) -> int:
@@ -43,9 +41,11 @@ class Checksums(Dataset):
         return checksum(self.store, number), os.getpid()
 
 
-def prefilled(pack) -> StreamingEngine:
+def prefilled(pack):
     """An engine whose reader threads run, and that has seen a prompt."""
-    engine = StreamingEngine.load(pack, ROOM)
+    from moelab.streaming import EngineOptions, StreamingEngine  # a worker that only reads needs no mlx
+
+    engine = StreamingEngine.load(pack, EngineOptions(cache_bytes=4 << 20))
     engine.generate([5, 6, 7, 8, 9], max_tokens=2)
     return engine
 
