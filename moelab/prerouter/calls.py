@@ -1,4 +1,4 @@
-"""Heads set going, and read later: the one place where predictions pass from the device to the host.
+"""Heads set going in mlx, and read later: for predictions that are routes, or may become some (others: `advice`).
 
 All that a head gives is evaluated in the pass that asked, whenever it is read: the graph of a head's input reads expert
 slots, which a later pass may fill with others.

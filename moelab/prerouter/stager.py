@@ -110,7 +110,7 @@ class PrerouterStager:
         return Features(hidden, current, before)
 
     def _select(self, consumers: list[int], logits: mx.array, count: int) -> Selection:
-        """The `count` experts that the family chooses for `logits [n, 1, 1, E]`, row i of `consumers[i]`.
+        """The `count` experts that the family chooses for `logits [n, 1, 1, E]`, row i of `consumers[i]`; in mlx.
 
         With `biased` the consumer's correction bias is added to the scores for the choice, never to the weights.
         """
