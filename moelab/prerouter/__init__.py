@@ -9,8 +9,8 @@
     prerouter = install_prerouter(engine.loaded, tier.spec, engine, mode="advise")
 
 Where things are: `spec`, `heads` (`torch_form`), weight `files` and their `identity`; on a streamed model `install`,
-`hooks` in its blocks, the `stager` that keeps predictions from token to token (`calls` of heads, `fills` of slots or
-cache), `modes` of using them, and the `supply` map of where every route came from.
+`hooks` in its blocks, the `stager` that keeps predictions from token to token (`calls` of heads, `advice`, `fills` of
+slots or cache), `modes` of using them, and the `supply` map of where every route came from.
 
 Names are imported on first use: `spec` needs nothing, `heads` and what runs them mlx, `torch_form` torch.
 """

@@ -41,6 +41,18 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return np.maximum(x, 0) - size * tail * np.exp(-0.5 * size * size)
 
 
+def chooser(family: RoutingFamily, logits: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
+    """Selection scores `f64[E]` of one row: those of `RoutingFamily.selection`, in half its time."""
+    scores = family.scores(logits)
+    if bias is not None:
+        scores = scores + bias
+    if family.kept_groups < family.groups:
+        grouped = scores.reshape(family.groups, -1)
+        best = np.sort(grouped)[:, -2 if family.group_score == "top2" else -1 :].sum(1)
+        grouped[(-best).argsort(kind="stable")[family.kept_groups :]] = family.dropped
+    return scores
+
+
 class HostHead:
     """One head's arithmetic, for one token."""
 
@@ -91,7 +103,7 @@ class Advice:
         hidden = np.asarray(features.hidden.astype(mx.float32)).reshape(-1)
         previous = None if features.previous is None else np.asarray(features.previous).reshape(-1)
         logits = head(hidden, np.asarray(features.current).reshape(-1), previous)
-        scores, top_k = self.family.selection(logits, self._biases.get(owner))[0], self.family.top_k
+        scores, top_k = chooser(self.family, logits, self._biases.get(owner)), self.family.top_k
         top = (-scores).argsort(kind="stable")[: top_k + (self.extra if mode == "advise" else 0)]
         ids, sure = tuple(top.tolist()), None
         if self._pairs is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from moelab.models.families import RoutingFamily
 from moelab.prerouter import HeadBank, PrerouterHead, SharedHead, Source, install_prerouter
-from moelab.prerouter.advice import SLACK, Advice, HostHead, gelu
+from moelab.prerouter.advice import SLACK, Advice, HostHead, chooser, gelu
 from moelab.prerouter.calls import Features, HeadCalls
 
 H, E, K, D = 24, 32, 4, 40
@@ -97,6 +97,19 @@ def test_advice_is_what_mlx_says(family, biased, dtype):
         np.testing.assert_allclose(got.probabilities, want.probabilities, atol=5e-6)
         np.testing.assert_allclose(np.array(got.logits).reshape(-1), np.array(want.logits).reshape(-1), atol=5e-6)
         assert got.confidence == pytest.approx(want.confidence, abs=SLACK / 100)
+
+
+@pytest.mark.parametrize("worth", ["top2", "max"])
+@pytest.mark.parametrize("dropped", [0.0, -math.inf])
+@pytest.mark.parametrize("family", [SOFTMAX, GROUPS])
+def test_a_row_is_scored_as_the_family_scores_it(family, worth, dropped):
+    family, rng = replace(family, group_score=worth, dropped=dropped), np.random.default_rng(0)
+    for bias in (None, rng.normal(size=E).astype(np.float32)):
+        for _ in range(50):
+            logits = rng.integers(-3, 4, E).astype(np.float32)  # with many ties, of groups as well
+            given = logits.copy()
+            np.testing.assert_array_equal(chooser(family, logits, bias), family.selection(logits, bias)[0])
+            np.testing.assert_array_equal(logits, given)
 
 
 def test_equally_likely_experts_come_by_number():
