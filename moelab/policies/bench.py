@@ -48,7 +48,7 @@ from moelab.policies.selection import (
 )
 
 ONE_TOKEN_BATCHES = 64
-COMMAND = "python -m moelab.policies.bench --out reports/committed/dispatch.json"
+COMMAND = "python -m moelab.policies.bench --rounds 3 --out reports/committed/dispatch.json"
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4096])
     parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5, help="of many tokens; of one token forty times as many")
+    parser.add_argument("--rounds", type=int, default=5, help="of many tokens; of one token two hundred times as many")
     parser.add_argument("--out", help="JSON file: also loop, dense and batched (two rounds of many tokens)")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -195,7 +195,7 @@ def main() -> None:
     def timed(experts: int, tokens: int, policy: str, dispatcher: SparseDispatcher, arms: tuple[str, ...], rounds: int):
         found = time_dispatch(
             experts=experts, tokens=tokens, hidden=given.hidden, intermediate=2 * given.hidden,
-            rounds=rounds * (40 if tokens == 1 else 1), arms=arms, dispatcher=dispatcher,
+            rounds=rounds, arms=arms, dispatcher=dispatcher,
         )  # fmt: skip
         cell = {"experts": experts, "tokens": tokens, "policy": policy}
         rows.extend(cell | {"arm": arm, **asdict(timing)} for arm, timing in found.items())
@@ -203,8 +203,9 @@ def main() -> None:
 
     for experts in given.experts:
         for tokens in given.tokens:
+            many, all_arms = (200, 40) if tokens == 1 else (1, 1)
             for name, dispatcher in dispatchers(experts).items():
-                found = timed(experts, tokens, name, dispatcher, ("grouped",), given.rounds)
+                found = timed(experts, tokens, name, dispatcher, ("grouped",), many * given.rounds)
                 route, grouped = (found[arm].median * 1e6 for arm in ("route", "grouped"))
                 print(
                     f"{experts:4} specialists {tokens:5} tokens  {name:20} route {route:9.1f} us of {grouped:10.1f} us,"
@@ -212,7 +213,14 @@ def main() -> None:
                     flush=True,
                 )
             if given.out:
-                timed(experts, tokens, "all arms", SparseDispatcher(), ("grouped", "loop", "dense", "batched"), 2)
+                timed(
+                    experts,
+                    tokens,
+                    "all arms",
+                    SparseDispatcher(),
+                    ("grouped", "loop", "dense", "batched"),
+                    2 * all_arms,
+                )
     if given.out:
         head = {"schema_version": 1, "command": COMMAND, "date": datetime.date.today().isoformat()}
         shape = {"hidden": given.hidden, "intermediate": 2 * given.hidden}

@@ -62,7 +62,7 @@ def timing(model: str, *, tokens: int, repeats: int, seed: int = 0) -> dict[str,
             with open_store(pack, precision="float32") as store:
                 found["expert_bytes"] = store.nbytes(0)
                 found["throughput"] = streaming_reads.throughput(
-                    store, PackSource(pack, "float32"), depths=(1, 4), reads=128, repeats=4 * repeats + 1, seed=seed
+                    store, PackSource(pack, "float32"), depths=(1, 4), reads=128, repeats=12 * repeats + 1, seed=seed
                 )
         return found | {"runtime": models.runtime_identity("float32", "streamed")}
 
