@@ -142,18 +142,20 @@ def test_what_a_prerouter_buys_is_as_measured():
     run = json.loads((ROOT / "reports" / "committed" / "prerouter_gain.json").read_text())
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert run["date"] in readme and f"`{run['command']}`" in readme
-    waits, faster, right = [], [], []
+    waits, faster, right = [], {"heads": [], "gated": []}, []
     for model in ("softmax", "sigmoid"):
         found = run["models"][model]
         claims = {claim["claim"]: claim for claim in found["claims"]}
         overlap = claims["heads: in_forward waits less than step_boundary by more than the spread, at equal bytes"]
         waits.append(" of ".join(re.match(r"(\d+) of (\d+)", overlap["spread"]).groups()))
         cells = len({(row["cycles"], row["ratio"]) for row in found["rows"]})
-        faster.append(
-            f"{claims['heads, in_forward: faster than off in every cell']['measured'] * cells:.0f} of {cells}"
-        )
+        for arm, counts in faster.items():
+            share = claims[f"{arm}, in_forward: faster than off in every cell"]["measured"]
+            counts.append(f"{share * cells:.0f}")
         (row,) = [r for r in found["rows"] if r["arm"] == "perfect, in_forward" and (r["ratio"] or 0) > 3]
         right.append(f"{row['share']:.2f}")
     assert f"in {waits[0]} and {waits[1]} cells" in readme
-    assert f"in {faster[0]} cells and in {faster[1]}" in readme
+    heads, gated = faster["heads"], faster["gated"]
+    assert f"in {heads[0]} of {cells} cells and in {heads[1]} of {cells}, under" in readme
+    assert f"under the gated default in {gated[0]} and in {gated[1]}" in readme
     assert f"would win {right[0]} and {right[1]} of the possible" in readme
