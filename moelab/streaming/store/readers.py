@@ -112,10 +112,10 @@ class Pread:
         Raises:
             StoreError: the file ended early, or the system reports an error. `out` then holds rubbish.
         """
-        fd, view, done = self._files[file], memoryview(out), 0
+        fd, rest, done = self._files[file], out, 0
         while done < need:
             try:
-                got = os.preadv(fd, [view[done:]], start + done)
+                got = os.preadv(fd, [rest], start + done)
             except InterruptedError:
                 continue
             except OSError as error:
@@ -132,8 +132,8 @@ class Pread:
             restart = reached - reached % self.align  # a direct read goes on at a block only
             if restart <= done:
                 raise ended_early(self.paths[file], start, reached, need)
-            done = restart
-        return len(view)
+            done, rest = restart, memoryview(out)[restart:]
+        return len(out)
 
     def close(self) -> None:
         while self._files:

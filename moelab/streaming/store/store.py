@@ -32,6 +32,7 @@ from .readers import Bounce, open_reader
 __all__ = ["ExpertStore", "Source", "open_store"]
 
 VERIFY = ("header", "records")
+UNSLOWED = nullcontext()
 
 
 class Source(Protocol):
@@ -73,7 +74,8 @@ class ExpertStore:
         self._throttle = None if device is None else Throttle(device)
         self._plans: dict[tuple[int, int], tuple[Read, ...]] = {}
         self._bounce = Bounce()
-        self._state = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._reading, self._since = 0, 0.0
         self._closed, self._process = False, os.getpid()
         self._reader = open_reader(reader, source.files)
@@ -127,7 +129,7 @@ class ExpertStore:
         physical, done = 0, False
         self._begin()
         try:
-            with self._throttle.read(sum(r.length for r in plan)) if self._throttle else nullcontext():
+            with self._throttle.read(sum(r.length for r in plan)) if self._throttle else UNSLOWED:
                 for read in plan:
                     # Types and places are those of the slot: the disk fills it. Else by way of this thread's buffer.
                     direct = read.direct and out.__array_interface__["data"][0] % self._reader.align == 0
@@ -164,10 +166,10 @@ class ExpertStore:
 
     def close(self) -> None:
         """Wait for reads in progress, then close the files. Safe to call twice."""
-        with self._state:
+        with self._idle:
             self._closed = True
             # A descriptor closed under a read could be given to another file, whose bytes would then be read.
-            self._state.wait_for(lambda: not self._reading)
+            self._idle.wait_for(lambda: not self._reading)
             self._reader.close()
 
     def __reduce__(self) -> None:
@@ -214,7 +216,7 @@ class ExpertStore:
                 "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
                 fix="open a store in each process, and start processes by spawn",
             )  # fmt: skip
-        with self._state:
+        with self._lock:
             if self._closed:
                 raise StoreError("this expert store is closed", field="store", got="closed", expected="open")
             if not self._reading:
@@ -222,14 +224,15 @@ class ExpertStore:
             self._reading += 1
 
     def _end(self, payload: int, physical: int, done: bool) -> None:
-        with self._state:
+        with self._lock:
             self._reading -= 1
             self.reads += done
             self.payload_bytes += payload * done
             self.physical_bytes += physical
             if not self._reading:
                 self.busy_s += time.perf_counter() - self._since
-                self._state.notify_all()
+                if self._closed:  # and `close` waits
+                    self._idle.notify_all()
 
 
 def open_store(
