@@ -14,6 +14,7 @@ import datetime
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -100,6 +101,9 @@ def _threads_per_kernel(workers: int):
 def _execute_all(jobs: list[Job], target: Path, workers: int, say, dag) -> list[NotebookRecord]:
     by_number = {job.node.number: job for job in jobs}
     upstream = {number: ancestors(number, dag) & set(by_number) for number in by_number}
+    waiting = Counter(number for numbers in upstream.values() for number in numbers)
+    place = {number: at for at, number in enumerate(by_number)}
+    ready: list[str] = []
     sorter = TopologicalSorter(upstream)
     sorter.prepare()
     progress, kernels = Progress(len(jobs), say), Kernels()
@@ -108,8 +112,11 @@ def _execute_all(jobs: list[Job], target: Path, workers: int, say, dag) -> list[
     pool = ThreadPoolExecutor(workers)
     try:
         while sorter.is_active():
-            for number in sorter.get_ready():
-                job = by_number[number]
+            ready += sorter.get_ready()
+            # What most others wait for goes first; the rest fills what is free, and last what nothing waits for.
+            ready.sort(key=lambda number: (-waiting[number], place[number]))
+            while ready and len(running) < workers:
+                job = by_number[number := ready.pop(0)]
                 culprits = [n for n in sorted(upstream[number]) if finished[n].status != "done"]
                 if culprits:
                     entry = NotebookRecord(

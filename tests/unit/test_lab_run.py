@@ -214,6 +214,21 @@ def test_progress_says_which_cells_are_at_work():
     assert [line.split("] ")[1] for line in said] == ["20_first cell 3 of 9", "1/2 20_first failed in 61 s: c 3 E"]
 
 
+def test_what_most_others_wait_for_goes_first(tmp_path, monkeypatch):
+    after = {"20": (), "80": ("20",), "83": ("20",), "21": ("20",), "30": ("21",), "42": ("30",)}
+    dag = tuple(Node(f"{number}_n", after=numbers) for number, numbers in after.items())
+    jobs, order = [planning.Job(node, tmp_path, None, "d") for node in dag], []
+
+    def execute(job, *_):
+        order.append(job.node.number)
+        return record.NotebookRecord(name=job.node.name, status="done", seconds=0.0, digest="d")
+
+    monkeypatch.setattr(running, "_execute_one", execute)
+    found = running._execute_all(jobs, tmp_path, 1, lambda _: None, dag)
+    assert order == ["20", "21", "30", "80", "83", "42"]
+    assert [entry.name[:2] for entry in found] == list(after)
+
+
 # ---------------------------------------------------------------- failures
 
 
