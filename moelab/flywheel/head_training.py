@@ -32,7 +32,7 @@ from .. import artifacts, models
 from ..artifacts import Artifact
 from ..errors import ContractError, GateRefusedError
 from ..models.families import RoutingFamily
-from ..params import Options
+from ..params import PROFILES, Options
 from ..prerouter import HeadIdentity, TorchHeads, read_heads, write_heads
 from ..routes import Routes
 from . import stage
@@ -268,7 +268,7 @@ def main(profile: str, *names: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train both forms of prerouter heads and put them beside each model.")
-    parser.add_argument("profile", help="tiny or reference")
+    parser.add_argument("profile", choices=PROFILES, help="tiny or reference")
     parser.add_argument("models", nargs="*", help="names or paths; the embedded models by default")
     given = parser.parse_args()
     main(given.profile, *given.models)

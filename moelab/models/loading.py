@@ -7,6 +7,7 @@ keys, because a lenient load once left random experts in place of quantised ones
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from .gate_weights import GateWeights, gate_weights
 from .taps import Tap, tap
 
 PRECISIONS = ("float32", "float16", "bfloat16", "stored")
+REPOSITORY = re.compile(r"\w[\w.-]*/[\w.-]+")
 PROBE = "Café: 3.14 × 2 = 6.28\n\tif (x != y) { return 'naïve' }  // 你好, мир, مرحبا 🙂 <|user|>"
 """Text whose token ids stand for a tokenizer's behaviour."""
 
@@ -167,7 +169,7 @@ def find(model: str | Path) -> Path:
     for folder in (root() / "artifacts" / "models" / str(model), Path(model)):
         if (folder / "config.json").is_file():
             return folder
-    if str(model).count("/") != 1 or Path(model).exists():
+    if not REPOSITORY.fullmatch(str(model)) or Path(model).exists():
         raise MissingArtifactError(
             "no model here",
             file=model,

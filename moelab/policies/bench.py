@@ -180,13 +180,21 @@ def _timing(values: list[float]) -> Timing:
     return Timing(len(values), median, third - first)
 
 
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a number >= 1")
+    return int(text)
+
+
 def main() -> None:
     """Print the share of routing for every policy; with `--out`, write it and the default policy against all arms."""
     parser = argparse.ArgumentParser(prog="python -m moelab.policies.bench", description="What routing costs.")
-    parser.add_argument("--experts", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4096])
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=5, help="of many tokens; of one token two hundred times as many")
+    parser.add_argument("--experts", type=_positive, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--tokens", type=_positive, nargs="+", default=[1, 4096])
+    parser.add_argument("--hidden", type=_positive, default=512)
+    parser.add_argument(
+        "--rounds", type=_positive, default=5, help="of many tokens; of one token two hundred times as many"
+    )
     parser.add_argument("--out", help="JSON file: also loop, dense and batched (two rounds of many tokens)")
     given = parser.parse_args()
     torch.set_num_threads(1)

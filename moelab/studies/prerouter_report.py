@@ -13,6 +13,7 @@ from typing import Any
 from .. import artifacts, models
 from ..artifacts import Artifact
 from ..flywheel.capture import CaptureOptions, capture
+from ..params import PROFILES
 
 REPORT = Path("reports/committed/prerouter_gain.json")
 COMMAND = "python -m moelab.studies.prerouter_report reference"
@@ -49,5 +50,5 @@ def main(profile: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What a prerouter buys: six idle minutes a model.")
-    parser.add_argument("profile", help="reference writes the report, tiny prints it")
+    parser.add_argument("profile", choices=PROFILES, help="reference writes the report, tiny prints it")
     main(parser.parse_args().profile)

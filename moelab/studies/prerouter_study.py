@@ -29,7 +29,7 @@ from ..flywheel.head_recipe import tier_of
 from ..flywheel.head_training import FILES, train_heads
 from ..flywheel.observations import Records
 from ..flywheel.snapshot import Dataset
-from ..params import Options, param
+from ..params import PROFILES, Options, param
 from .routing import Clock
 
 if TYPE_CHECKING:
@@ -266,7 +266,7 @@ def report(found: dict[str, dict[str, Any]], profile: str, out: str | Path) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Notebook 81 with more thresholds, K and texts.")
-    parser.add_argument("profile", help="of the recorded decode and heads: tiny or reference")
+    parser.add_argument("profile", choices=PROFILES, help="of the recorded decode and heads: tiny or reference")
     parser.add_argument("out", type=Path, help="JSON file to write")
     given = parser.parse_args()
     report(modes(PrerouterOptions.from_profile(given.profile, **WIDER)), given.profile, given.out)

@@ -52,8 +52,8 @@ def sentences(found: Found) -> list[str]:
     )
     return [
         *out,
-        f"The default that follows: {mode}{at}. Of all ways within {SMALLEST:g} nats of every native model it "
-        f"routes most by prediction: {shares}.",
+        f"The default that would follow from these texts: {mode}{at}. Of all ways within {SMALLEST:g} nats of every "
+        f"native model it routes most by prediction: {shares}.",
     ]
 
 
@@ -106,7 +106,8 @@ def _growth(figures: Mapping[str, Any]) -> list[str]:
     alone = [r for r in depth["rows"] if r["layers"] == "this layer alone"]
     every = [r for r in depth["rows"] if r["layers"] == "up to this layer"][-1]
     worst, more = max(alone, key=lambda r: r["loss"]["value"]), depth["together"]
-    sums = _word(more, "more than the sum of its parts", "less than the sum of its parts", "no more than its parts")
+    parts = "than the sum of its parts"
+    sums = _word(more, f"more {parts}", f"less {parts}", f"not more nor less {parts}, as far as can be told")
     grows = _word(past, "so error grows with tokens", "so it does no harm", "which cannot be told from nothing")
     taken = next(r["greedy_less_replace"] for r in figures["modes"] if "past native" in r["arm"])
     equal, agrees = own["replace"]["equal_tokens"], own["replace"]["agrees"]

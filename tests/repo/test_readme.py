@@ -123,6 +123,15 @@ def test_times_quoted_are_those_of_the_run():
     ]  # fmt: skip
     assert all(holds for _, _, holds in measured)
     assert "wins {}, {} and {} of the possible".format(*(f"{value:.2f}" for _, value, _ in measured)) in readme
+    one_ahead = {
+        row["ratio"]: f"{row['share']:.2f}"
+        for row in run["models"]["stand-in"]["overlap"]["rows"] if row["arm"] == "in_forward, 1 layer ahead"
+    }  # fmt: skip
+    assert "one layer: {}, {}, {};".format(*(one_ahead[ratio] for ratio in (0.5, 1.0, 2.0))) in readme
+    (worst,) = (claim for claim in run["claims"] if claim["claim"].endswith("slowed store, worst arm"))
+    assert f"the worst of 18 arms is {worst['measured']:.0%} off".replace("%", " %") in readme
+    short = min(row["difference"] for m in ("softmax", "sigmoid") for row in run["models"][m]["overlap"]["rows"])
+    assert f"up to {-short:.0%} too short".replace("%", " %") in readme
     assert "{}, {}, {} and {}, {}, {} of the possible".format(*best("softmax"), *best("sigmoid")) in readme
     rates = [row["ratio"] for row in run["models"]["stand-in"]["throughput"]]
     assert f"at {rates[0]:.2f} of a raw probe one at a time and at {rates[1]:.2f} four at a time" in readme

@@ -77,7 +77,7 @@ def test_digests_move_with_what_they_name(checkpoint, tmp_path):
 
 
 def test_nothing_there(tmp_path):
-    for name in ("no-such-model", tmp_path, "a/b/c"):
+    for name in ("no-such-model", tmp_path, "a/b/c", "/no-such-folder", "./no-such-folder"):
         with pytest.raises(MissingArtifactError, match="no model here"):
             load(name)
     with pytest.raises(ParameterError, match="precision"):

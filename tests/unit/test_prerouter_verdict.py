@@ -80,7 +80,7 @@ def test_words_follow_the_figures(figures):
         "tokens: not within 0.02 nats", "of greedy tokens it takes 0.0",
         "tokens: within 0.02 nats", "more than the sum of its parts",
         "which cannot be told from nothing", "of 8 greedy tokens the first 2.5",
-        "The default that follows: gated at a confidence of 0.5", "30% of routes on m",
+        "The default that would follow from these texts: gated at a confidence of 0.5", "30% of routes on m",
     ):  # fmt: skip
         assert words in text, words
     figures["agreement"]["less"][0]["recall"] = estimate(-0.1)
