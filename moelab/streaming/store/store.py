@@ -16,7 +16,6 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +31,7 @@ from .readers import Bounce, open_reader
 __all__ = ["ExpertStore", "Source", "open_store"]
 
 VERIFY = ("header", "records")
-UNSLOWED = nullcontext()
+U8 = np.dtype(np.uint8)
 
 
 class Source(Protocol):
@@ -116,32 +115,60 @@ class ExpertStore:
         return self._read(layer, expert, out, check=self._check)
 
     def _read(self, layer: int, expert: int, out: np.ndarray, *, check: bool) -> int:
-        layout = self._layout(layer, expert)
-        if out.dtype != np.uint8 or out.shape != (layout.slot_bytes,) or not out.flags.c_contiguous:
+        # The device idles until the next read is asked for, so on small experts every call here shows in the rate.
+        plan, layout = self._plans.get((layer, expert)) or self._plan(layer, expert), self.layouts[layer]
+        if out.shape != (layout.slot_bytes,) or out.dtype is not U8 or out.strides != (1,):
             raise GeometryError(
                 "memory does not fit an expert", field="out", got=(str(out.dtype), out.shape),
                 expected=f"contiguous uint8 ({layout.slot_bytes},)",
             )  # fmt: skip
-        plan = self._plans.get((layer, expert))
-        if plan is None:
-            places = self._source.places(layer, expert)
-            plan = self._plans[layer, expert] = plan_reads(layout, places, align=self._reader.align)
+        if os.getpid() != self._process:
+            raise self._of_another_process()
+        with self._lock:
+            if self._closed:
+                raise StoreError("this expert store is closed", field="store", got="closed", expected="open")
+            if not self._reading:
+                self._since = time.perf_counter()
+            self._reading += 1
         physical, done = 0, False
-        self._begin()
         try:
-            with self._throttle.read(sum(r.length for r in plan)) if self._throttle else UNSLOWED:
-                for read in plan:
-                    # Types and places are those of the slot: the disk fills it. Else by way of this thread's buffer.
-                    direct = read.direct and out.__array_interface__["data"][0] % self._reader.align == 0
-                    buffer = out[: read.length] if direct else self._bounce.take(read.length)
-                    physical += self._reader.fetch(read.file, read.start, read.need, buffer)
-                    if check:
-                        self._compare(layer, expert, read, buffer)
-                    if not direct:
-                        read.place(layout, buffer, out)
+            if self._throttle is None:
+                physical = self._fetch(layer, expert, plan, out, check)
+            else:
+                with self._throttle.read(sum(read.length for read in plan)):
+                    physical = self._fetch(layer, expert, plan, out, check)
             done = True
         finally:
-            self._end(layout.stored_bytes, physical, done)
+            with self._lock:
+                self._reading -= 1
+                self.reads += done
+                self.payload_bytes += layout.stored_bytes * done
+                self.physical_bytes += physical
+                if not self._reading:
+                    self.busy_s += time.perf_counter() - self._since
+                    if self._closed:  # and `close` waits
+                        self._idle.notify_all()
+        return physical
+
+    def _fetch(self, layer: int, expert: int, plan: tuple[Read, ...], out: np.ndarray, check: bool) -> int:
+        """All reads of one expert; the bytes asked of the device."""
+        physical = 0
+        for read in plan:
+            buffer = None
+            if read.direct:  # types and places are those of the slot: the disk fills it
+                buffer = out if read.length == len(out) else out[: read.length]
+                try:
+                    physical += self._reader.fetch(read.file, read.start, read.need, buffer)
+                except StoreError:
+                    if _address(out) % self._reader.align == 0:
+                        raise
+                    buffer = None  # memory that such a read cannot fill
+            if buffer is None:  # by way of this thread's own
+                buffer = self._bounce.take(read.length)
+                physical += self._reader.fetch(read.file, read.start, read.need, buffer)
+                read.place(self.layouts[layer], buffer, out)
+            if check:
+                self._compare(layer, expert, read, buffer)
         return physical
 
     def read(self, layer: int, expert: int) -> dict[str, np.ndarray]:
@@ -194,6 +221,11 @@ class ExpertStore:
             )  # fmt: skip
         return self.layouts[layer]
 
+    def _plan(self, layer: int, expert: int) -> tuple[Read, ...]:
+        layout, places = self._layout(layer, expert), self._source.places(layer, expert)
+        plan = self._plans[layer, expert] = plan_reads(layout, places, align=self._reader.align)
+        return plan
+
     def _compare(self, layer: int, expert: int, read: Read, buffer: np.ndarray) -> None:
         got, expected = zlib.crc32(buffer[: read.need]), self._source.checksum(layer, expert)
         if got != expected:
@@ -210,29 +242,15 @@ class ExpertStore:
                 fix="moelab pack MODEL OUT",
             )  # fmt: skip
 
-    def _begin(self) -> None:
-        if os.getpid() != self._process:
-            raise StoreError(
-                "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
-                fix="open a store in each process, and start processes by spawn",
-            )  # fmt: skip
-        with self._lock:
-            if self._closed:
-                raise StoreError("this expert store is closed", field="store", got="closed", expected="open")
-            if not self._reading:
-                self._since = time.perf_counter()
-            self._reading += 1
+    def _of_another_process(self) -> StoreError:
+        return StoreError(
+            "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
+            fix="open a store in each process, and start processes by spawn",
+        )  # fmt: skip
 
-    def _end(self, payload: int, physical: int, done: bool) -> None:
-        with self._lock:
-            self._reading -= 1
-            self.reads += done
-            self.payload_bytes += payload * done
-            self.physical_bytes += physical
-            if not self._reading:
-                self.busy_s += time.perf_counter() - self._since
-                if self._closed:  # and `close` waits
-                    self._idle.notify_all()
+
+def _address(memory: np.ndarray) -> int:
+    return memory.__array_interface__["data"][0]
 
 
 def open_store(
