@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from . import artifacts
 from .errors import ParameterError
+
+Of = TypeVar("Of", bound=Callable[..., Any])
 
 PROFILES = ("tiny", "reference")
 BARE_WORD = "YAML reads a bare on, off, yes or no as a boolean: quote it"
@@ -33,19 +36,25 @@ def param(default: Any, help: str, *, min: Any = None, max: Any = None, choices:
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def known_names(cls: type) -> type:
-    """Decorator of a dataclass of options: an unknown name is a ParameterError that lists the known ones."""
-    init, names = cls.__init__, sorted(field.name for field in dataclasses.fields(cls))
+def known_names(of: Of) -> Of:
+    """Decorator of a function or a dataclass of options: an unknown keyword is a ParameterError that lists the known.
 
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **values: Any) -> None:
+    On a class method it goes below `classmethod`.
+    """
+    call = of.__init__ if isinstance(of, type) else of
+    names = sorted(name for name in inspect.signature(call).parameters if name not in ("self", "cls"))
+
+    @functools.wraps(call)
+    def checked(*args: Any, **values: Any) -> Any:
         for name in values:
             if name not in names:
-                raise ParameterError(f"{cls.__name__} has no such option", field=name, got=values[name], expected=names)
-        init(self, *args, **values)
+                raise ParameterError(f"{of.__name__} has no such option", field=name, got=values[name], expected=names)
+        return call(*args, **values)
 
-    cls.__init__ = checked
-    return cls
+    if not isinstance(of, type):
+        return checked
+    of.__init__ = checked
+    return of
 
 
 @dataclass(frozen=True, kw_only=True)

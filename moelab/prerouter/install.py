@@ -22,6 +22,7 @@ import numpy as np
 
 from ..errors import ContractError, GeometryError, IdentityError, ParameterError
 from ..models.loading import LoadedModel
+from ..params import known_names
 from ..streaming.engine.engine import StreamingEngine
 from ..streaming.layer.paths import StagedSwitch
 from ..streaming.schedule.prefetch import Prefetcher
@@ -134,6 +135,7 @@ class Prerouter:
         self.uninstall()
 
 
+@known_names
 def install_prerouter(
     model: LoadedModel | nn.Module,
     spec: PrerouterSpec,

@@ -17,6 +17,7 @@ from moelab.errors import (
     UnsupportedModelError,
 )
 from moelab.models import tiny
+from moelab.prerouter import install_prerouter
 from moelab.routes import DECODED
 from moelab.streaming import EngineOptions, LayerOptions, StreamedModel, StreamingEngine, profile, write_pack
 from moelab.streaming.memory.fill import Fill
@@ -48,6 +49,15 @@ def test_an_unknown_option_is_typed_and_the_known_ones_are_listed(make):
     with pytest.raises(ParameterError, match=f"{make.__name__} has no such option.*thread") as caught:
         make(cache_size=3)
     assert caught.value.field == "cache_size" and "top_k" in str(caught.value.expected)
+
+
+@pytest.mark.parametrize("call", [StreamingEngine.load, StreamedModel.load, install_prerouter, write_pack])
+def test_an_unknown_argument_is_refused_before_a_model_is_opened_and_the_known_ones_are_listed(call):
+    with pytest.raises(
+        ParameterError, match=f"{call.__name__} has no such option; field: cache_size; got: 3"
+    ) as caught:
+        call("no such model", cache_size=3)
+    assert "model" in caught.value.expected and not {"cls", "self"} & set(caught.value.expected)
 
 
 @pytest.mark.parametrize("make, values, words", [

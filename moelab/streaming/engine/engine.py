@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from ...errors import ContractError, ParameterError
 from ...models.loading import MoEGeometry
+from ...params import known_names
 from ...routes import PREFILLED
 from ..cache.cache import Cache
 from ..cache.eviction import policy
@@ -57,6 +58,7 @@ class StreamingEngine:
         self.switches = install(loaded.blocks, self.forward, options.layer)
 
     @classmethod
+    @known_names
     def load(
         cls,
         model: str | Path,

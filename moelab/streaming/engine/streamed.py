@@ -26,6 +26,7 @@ import psutil
 from ...errors import ContractError, GeometryError, ParameterError
 from ...files import digest_json
 from ...models.loading import LoadedModel, cast, measure, tokenizer_of, widen_experts
+from ...params import known_names
 from ..layer.install import require_fit, slots_beside, with_top_k
 from ..layer.layer import share
 from ..memory.allocator import CacheLimit
@@ -73,6 +74,7 @@ class StreamedModel(LoadedModel):
     _turn_of: str | None = None
 
     @classmethod
+    @known_names
     def load(
         cls, model: str | Path, options: EngineOptions | None = None, memory_budget_bytes: int | None = None
     ) -> Self:

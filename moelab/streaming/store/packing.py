@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from ... import __version__
 from ...errors import ArtifactError, ParameterError, StoreError
 from ...files import digest_file, read_json, write_bytes, write_json
+from ...params import known_names
 from .layout import PRECISIONS, aligned
 from .origin import Origin, give_back
 from .pack import CONFIG, MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor, is_copied
@@ -40,6 +41,7 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.jsonl", "*.model", "*.tiktoken")
 NOT_COPIED = ("config.json", "model.safetensors.index.json", MANIFEST)
 
 
+@known_names
 def write_pack(
     model: str | Path,
     out: str | Path,
