@@ -195,6 +195,9 @@ def _doctor(options) -> int:
 
 
 def _pack(options) -> int:
+    from contextlib import ExitStack
+    from functools import cache
+
     from tqdm import tqdm
 
     from .models import without_torch
@@ -203,11 +206,15 @@ def _pack(options) -> int:
         without_torch()
     from .streaming import write_pack
 
-    with tqdm(desc=f"pack {Path(options.model).name}", unit="B", unit_scale=True, smoothing=0.1) as bar:
+    with ExitStack() as open_bars:
+
+        @cache  # one bar, and none before there is work
+        def bar(total: int) -> tqdm:
+            title = f"pack {Path(options.model).name}"
+            return open_bars.enter_context(tqdm(total=total, desc=title, unit="B", unit_scale=True, smoothing=0.1))
 
         def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+            bar(total).update(done - bar(total).n)
 
         pack = write_pack(options.model, options.out, precision=options.precision, progress=progress)
     records = sum(len(layer.checksums) * layer.record_bytes for layer in pack.layers)

@@ -421,7 +421,11 @@ def test_the_verb(model, whole, tmp_path, capsys):
     assert "4 layers of 16 experts" in shown.out and "100%" in shown.err
     assert digests(tmp_path / "out") == digests(whole)
     assert main(["pack", str(model), str(tmp_path / "out")]) == 3
-    assert "something here already" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "something here already" in shown and "B/s" not in shown  # no bar before there is work
+    assert main(["pack", str(tmp_path / "absent"), str(tmp_path / "other")]) == 3
+    shown = capsys.readouterr().err
+    assert shown.startswith("moelab pack: ") and "B/s" not in shown
     with pytest.raises(SystemExit):
         main(["pack", "--help"])
     assert "goes on where it stopped" in capsys.readouterr().out
