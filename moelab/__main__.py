@@ -151,9 +151,9 @@ def _gates(options) -> int:
         print(f"moelab gates: {error}", file=sys.stderr)
         return REFUSED
     status, rows = record.decide(found.verdicts, required)
-    reasons = {(verdict.gate, verdict.model): verdict.reason for verdict in found.verdicts}
+    reasons = {(row.gate, row.model): row.reason for row in record.every_gate(found.verdicts)}
     for gate, model, word in rows:
-        why = reasons.get((gate, model), "no verdict in this run")
+        why = reasons.get((gate, model), record.NO_VERDICT)
         print(f"gate {gate} {GATES[gate]:<22} {model:<12} {word:<8} {why}".rstrip())
     print(f"{found.run}, {found.finished}: {status}")
     return {PASS: DONE, FAIL: FAILED}.get(status, REFUSED)

@@ -1,7 +1,4 @@
-"""All verdicts of a profile in one place, the ten falsifiers, and the decision they allow.
-
-Source: AFN-021, "Qualification matrix" and "What would falsify the whole approach?".
-"""
+"""All verdicts of a profile in one place, the ten falsifiers, and the decision they allow."""
 
 from __future__ import annotations
 
@@ -11,15 +8,9 @@ from typing import ClassVar
 
 from ..params import Options
 from . import ceiling, qualification, snapshot, value
-from .gates import FAIL, GATES, PASS, REFUSED, Verdict
+from .gates import FAIL, GATES, NOT_YET, PASS, QUESTIONS, REFUSED, Verdict
 
 OBSERVED, NOT_OBSERVED, NO_EVIDENCE = "observed", "not observed", "no evidence yet"
-
-LATER = {
-    4: ("Does recall hold on decode that was never replayed, and in time?", "the runtime holdout has not been judged"),
-    5: ("What would its reads have cost and saved, without touching execution?", "no shadow run yet"),
-    6: ("Is a token faster, with equal output and bounded tails?", "no end-to-end measurement yet"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +33,7 @@ def verdicts(options: DecisionOptions) -> list[Verdict]:
             qualification.verdict(model, qualified[model], replayed),
             snapshot.verdict(model, snapshots[model], snapped),
             value.verdict(model, valued, evidence[model]),
-            *(Verdict(gate=g, model=model, status=REFUSED, question=q, reason=why) for g, (q, why) in LATER.items()),
+            *(Verdict(gate=g, model=model, status=REFUSED, question=QUESTIONS[g], reason=NOT_YET[g]) for g in NOT_YET),
         ]
     return out
 

@@ -27,6 +27,21 @@ GATES = {
     5: "shadow I/O",
     6: "promotion",
 }
+QUESTIONS = {
+    0: "Could a perfect predictor shorten a token enough to matter, on this disk and memory budget?",
+    1: "Does replay as prefill give the routes that decode gave: same ids, same order, every layer?",
+    2: "Is every row authorised, of one identity, and in exactly one set, by owner and by text?",
+    3: "Does the learned predictor beat the best training-free control at equal candidates and equal bytes?",
+    4: "Does recall hold on decode that was never replayed, and in time?",
+    5: "What would its reads have cost and saved, without touching execution?",
+    6: "Is a token faster, with equal output and bounded tails?",
+}
+NOT_YET = {
+    4: "the runtime holdout has not been judged",
+    5: "no shadow run yet",
+    6: "no end-to-end measurement yet",
+}
+"""Gates that no notebook judges yet, and the evidence that is missing: they are refused."""
 
 Figure = float | int | str | None
 
@@ -121,7 +136,7 @@ def gate0(
         gate=0,
         model=model,
         status=PASS if ok else FAIL,
-        question="Could a perfect predictor shorten a token enough to matter, on this disk and memory budget?",
+        question=QUESTIONS[0],
         figures={"speedup_bound": speedup_bound, "precision_needed": precision_needed, **figures},
         measured=measured or {},
         thresholds={"smallest_speedup": smallest_speedup},
@@ -171,7 +186,7 @@ def gate1(
         gate=1,
         model=model,
         status=status,
-        question="Does replay as prefill give the routes that decode gave: same ids, same order, every layer?",
+        question=QUESTIONS[1],
         figures={**exact, "weight_error": weight_error, **(figures or {})},
         measured=measured or {},
         n={"decoded_tokens": decoded_tokens, "rows": rows},
@@ -209,7 +224,7 @@ def gate2(
         gate=2,
         model=model,
         status=status,
-        question="Is every row authorised, of one identity, and in exactly one set, by owner and by text?",
+        question=QUESTIONS[2],
         figures={**violations, **(figures or {})},
         n=counts,
         thresholds={**dict.fromkeys(violations, 0), **smallest},
@@ -263,7 +278,7 @@ def gate3(
         gate=3,
         model=model,
         status=status,
-        question="Does the learned predictor beat the best training-free control at equal candidates and equal bytes?",
+        question=QUESTIONS[3],
         figures={
             "cell": cell,
             "recall_gain": difference,

@@ -19,16 +19,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from .. import artifacts
 from ..errors import MissingArtifactError, RecordError
-from ..flywheel.gates import FAIL, PASS, REFUSED, Verdict
+from ..flywheel.gates import FAIL, GATES, NOT_YET, PASS, REFUSED, Verdict
 
 SCHEMA_VERSION = 1
 FILE = "verdicts.json"
+NOT_JUDGED, NO_VERDICT = "not judged here", "no verdict in this run"
+"""What is shown of a gate that the run asked nothing about, and why. It is no verdict."""
 
 
 class NotebookRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +99,31 @@ def decide(verdicts: Iterable[Verdict], require: Iterable[int] = ()) -> tuple[st
     rows = [(gate, model, have.get((gate, model), REFUSED)) for gate, model in wanted]
     statuses = {status for _, _, status in rows} or {REFUSED}
     return next(status for status in (FAIL, REFUSED, PASS) if status in statuses), rows
+
+
+class GateRow(NamedTuple):
+    gate: int
+    model: str
+    status: str
+    reason: str
+
+
+def every_gate(verdicts: Iterable[Verdict]) -> list[GateRow]:
+    """One row for each gate and model, by gate, also where the run has no verdict.
+
+    A gate that no notebook judges yet is refused, in the words of the gate report; any other is not judged here.
+    """
+    found = {(verdict.gate, verdict.model): verdict for verdict in verdicts}
+    rows = []
+    for gate in GATES:
+        for model in sorted({model for _, model in found}):
+            if verdict := found.get((gate, model)):
+                rows.append(GateRow(gate, model, verdict.status, verdict.reason))
+            elif gate in NOT_YET:
+                rows.append(GateRow(gate, model, REFUSED, NOT_YET[gate]))
+            else:
+                rows.append(GateRow(gate, model, NOT_JUDGED, NO_VERDICT))
+    return rows
 
 
 def json_schema() -> dict[str, Any]:

@@ -12,9 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..flywheel.gates import GATES, REFUSED
+from ..flywheel.gates import GATES, QUESTIONS
 from . import notebooks
-from .record import RunRecord
+from .record import RunRecord, every_gate
 from .report import SIGNS
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -150,25 +150,20 @@ def index(folder: Path, record: RunRecord) -> None:
 
 
 def _gate_rows(record: RunRecord) -> list[dict[str, Any]]:
-    by_key = {(verdict.gate, verdict.model): verdict for verdict in record.verdicts}
-    models = sorted({model for _, model in by_key})
-    rows = []
-    for gate in sorted({gate for gate, _ in by_key}):
-        here = [by_key.get((gate, model)) for model in models]
-        rows.append(
-            {
-                "gate": gate,
-                "name": GATES[gate],
-                "question": next(verdict.question for verdict in here if verdict),
-                "cells": [
-                    {"status": v.status, "sign": SIGNS[v.status], "reason": v.reason}
-                    if v
-                    else {"status": REFUSED, "sign": SIGNS[REFUSED], "reason": "no verdict"}
-                    for v in here
-                ],
-            }
-        )
-    return rows
+    asked = {verdict.gate: verdict.question for verdict in record.verdicts}
+    return [
+        {
+            "gate": gate,
+            "name": name,
+            "question": asked.get(gate, QUESTIONS[gate]),
+            "cells": [
+                {"status": row.status, "sign": SIGNS.get(row.status, "·"), "reason": row.reason}
+                for row in every_gate(record.verdicts)
+                if row.gate == gate
+            ],
+        }
+        for gate, name in GATES.items()
+    ]
 
 
 def _figures(notebook) -> list[dict[str, str]]:

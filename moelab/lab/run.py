@@ -283,11 +283,10 @@ def collect(target: Path, profile: str, entries: list[NotebookRecord]) -> RunRec
 
 
 def summary(result: RunRecord) -> str:
-    """The table of verdicts, then what did not finish."""
+    """A line for each gate and model, then what did not finish."""
     lines = [""]
-    for verdict in result.verdicts:
-        why = f"  {verdict.reason}" if verdict.reason else ""
-        lines.append(f"gate {verdict.gate} {GATES[verdict.gate]:<22} {verdict.model:<12} {verdict.status:<8}{why}")
+    for gate, model, status, reason in record.every_gate(result.verdicts):
+        lines.append(f"gate {gate} {GATES[gate]:<22} {model:<12} {status:<15} {reason}".rstrip())
     if not result.verdicts:
         lines.append("no verdicts")
     for entry in result.failures():

@@ -7,8 +7,10 @@ from IPython.core.formatters import DisplayFormatter
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_output
 
 from moelab.errors import RecordError
-from moelab.flywheel.gates import Verdict, from_json, to_json
+from moelab.flywheel.gates import GATES, NOT_YET, QUESTIONS, Verdict, from_json, to_json
 from moelab.lab import render, report, views
+from moelab.lab.record import RunRecord
+from moelab.lab.run import summary
 
 VERDICT = Verdict(
     gate=3,
@@ -203,3 +205,35 @@ def test_how_far_a_stage_was_is_not_on_the_page(tmp_path, capsys):
 def _written(folder, *outputs):
     executed(*outputs, path=folder / "ran.ipynb")
     return folder / "ran.ipynb"
+
+
+# ---------------------------------------------------------------- all gates
+
+
+def a_run(*verdicts):
+    return RunRecord(
+        schema_version=1, run="a-run", profile="tiny", finished="2026-11-30", notebooks=[], verdicts=list(verdicts)
+    )
+
+
+def test_the_index_has_a_row_of_every_gate_and_invents_no_verdict(tmp_path):
+    render.index(tmp_path, a_run(VERDICT))
+    index = (tmp_path / "index.html").read_text()
+    rows = {row.split("<", 1)[0]: row for row in index.split('<th scope="row">')[1:]}
+    for gate, question in QUESTIONS.items():
+        row = rows[f"{gate} {GATES[gate]}"]
+        if gate == 3:
+            assert "✗ fail: recall is below its threshold" in row and "Is it worth it?" in row
+        elif gate in NOT_YET:
+            assert f"– refused: {NOT_YET[gate]}" in row and question in row
+        else:
+            assert "· not judged here: no verdict in this run" in row and question in row
+
+
+def test_the_summary_of_a_run_has_a_line_of_every_gate():
+    lines = summary(a_run(VERDICT)).splitlines()
+    found = {int(line.split()[1]): line for line in lines if line.startswith("gate ")}
+    assert list(found) == list(GATES)
+    assert "not judged here no verdict in this run" in found[0] and "fail " in found[3]
+    assert "refused " in found[6] and found[6].endswith("no end-to-end measurement yet")
+    assert "no verdicts" in summary(a_run())
