@@ -10,14 +10,11 @@ request.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from .. import artifacts, models
 from ..artifacts import Artifact
@@ -51,13 +48,6 @@ def run(
         found[model] = artifacts.open_artifact(path)
         artifacts.write_json(_memory(keys[model]), {"artifact": str(path.relative_to(artifacts.artifacts_dir()))})
     return {model: found[model] for model in jobs}
-
-
-@contextmanager
-def timing() -> Iterator[None]:
-    """A section whose times are figures: one at a time on a machine, since two would time each other."""
-    with FileLock(artifacts.artifacts_dir() / ".timing.lock"):
-        yield
 
 
 def _request(fn: Callable, model: str, options: Options, job: Mapping[str, Any], blas: str) -> str:

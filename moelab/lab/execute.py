@@ -22,6 +22,8 @@ from typing import Any
 from . import notebooks
 
 ENGINE = "moelab"
+STILL_S = 3600
+"""Seconds of silence before a kernel is given up: it may have to stand still while another one takes times."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _register_engine() -> None:
 
     class ReportingEngine(NBClientEngine):
         @classmethod
-        def execute_managed_notebook(cls, nb_man, kernel_name, *, on_cell, kernels, start_timeout=60, **_):
+        def execute_managed_notebook(cls, nb_man, kernel_name, *, on_cell, kernels, start_timeout=STILL_S, **_):
             begin = nb_man.cell_start
 
             def cell_start(cell, cell_index=None, **kwargs):
@@ -155,6 +157,7 @@ def _register_engine() -> None:
                 nb_man,
                 timeout=None,
                 startup_timeout=start_timeout,
+                iopub_timeout=STILL_S,
                 kernel_name=kernel_name,
                 log=logger,
                 # A kernel's own warnings (it says at each start that loopback is not encrypted) are no progress.

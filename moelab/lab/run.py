@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-from .. import artifacts
+from .. import artifacts, quiet
 from ..errors import MoelabError, ParameterError
 from ..flywheel.gates import GATES, Verdict
 from . import notebooks, record, render, report
@@ -66,7 +66,7 @@ def run(
     target.mkdir(parents=True, exist_ok=True)
     workers = min(2, os.cpu_count() or 1) if workers is None else workers
     say(f"{len(jobs)} notebooks at profile {profile}, {workers} at a time, into {_short(target)}/")
-    with _threads_per_kernel(workers):
+    with _environment(workers):
         entries = _execute_all(jobs, target, workers, say, dag)
     if only is not None:
         entries = _still_true(target, entries, profile, overrides, folder, dag) + entries
@@ -85,12 +85,16 @@ def _short(path: Path) -> str:
 
 
 @contextmanager
-def _threads_per_kernel(workers: int):
-    """Kernels that share cores get one share each: two-thread torch falls 5-30x when anything else runs."""
+def _environment(workers: int):
+    """What kernels are told: the run that they belong to, and how many threads to use.
+
+    Kernels that share cores get one share each: two-thread torch falls 5-30x when anything else runs.
+    """
     share = str(max(1, (os.cpu_count() or 1) // workers))
-    before = {key: os.environ.get(key) for key in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    told = {"OMP_NUM_THREADS": share, "OPENBLAS_NUM_THREADS": share, quiet.RUN: str(os.getpid())}
+    before = {key: os.environ.get(key) for key in told}
     for key, value in before.items():
-        os.environ[key] = value or share
+        os.environ[key] = value or told[key]
     try:
         yield
     finally:
@@ -159,6 +163,8 @@ def _execute_one(job: Job, target: Path, progress: Progress, kernels: Kernels) -
         progress.unchanged.add(entry.name)
         return entry
     parameters = {field: getattr(job.options, field) for field in job.options.names()}
+    with quiet.turn():
+        pass  # a kernel that starts is work, too
     outcome = execute(
         job.source, executed, parameters, on_cell=lambda k, n: progress.cell(job.node.name, k, n), kernels=kernels
     )

@@ -31,6 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .. import quiet
 from ..errors import IdentityError, MissingArtifactError, MoelabError, ParameterError
 
 CHOICES = ("reference", "openblas", "auto")
@@ -201,6 +202,7 @@ def _start_worker(blas: str, threads: int, messages: Any) -> None:
     global _messages
     _messages = messages
     threading.Thread(target=_follow_parent, daemon=True).start()
+    os.environ.setdefault(quiet.RUN, str(multiprocessing.parent_process().pid))
     activate(blas, threads)
 
 

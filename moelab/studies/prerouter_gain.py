@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from .. import artifacts, models
+from .. import artifacts, models, quiet
 from ..errors import ContractError, RecordError
 from ..flywheel import stage
 from ..flywheel.capture import CaptureOptions, capture
@@ -270,5 +270,5 @@ class _Subject:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch:
             write_pack(self.path, Path(scratch) / "pack", precision=self.precision)
             return gain(
-                Path(scratch) / "pack", weights, self.texts, plan, precision=self.precision, alone=stage.timing()
+                Path(scratch) / "pack", weights, self.texts, plan, precision=self.precision, alone=quiet.timing()
             )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from .. import artifacts, models
+from .. import artifacts, models, quiet
 from ..errors import ParameterError
 from ..flywheel import stage
 from ..flywheel.baselines import BaselineOptions, Upstream, upstream
@@ -149,7 +149,7 @@ def study(
 
     texts = _texts(loaded, records, dataset, options)
     heads = _heads(loaded, trained, options.form)
-    with stage.timing():
+    with quiet.timing():
         token_s = _token_s(loaded, texts.tokens[0], options.timed_tokens)
     shape = BatchShape(judged_as.batch_tokens, judged_as.chunk)
     out["agreement"] = agreement(

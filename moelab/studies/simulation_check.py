@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import artifacts, models
+from .. import artifacts, models, quiet
 from ..flywheel import stage
 from ..flywheel.capture import CaptureOptions, capture
 from ..flywheel.engine import opened
@@ -63,7 +63,7 @@ def check_model(model: str, options: SimulationOptions, observations: Path) -> P
         runtime = models.runtime_identity(loaded.precision)
 
     def make(folder: Path) -> dict[str, Any]:
-        with stage.timing():
+        with quiet.timing():
             rows = runs(model, tokens)
         artifacts.write_json(folder / RESULT, {"rows": rows})
         return {"content": artifacts.digest_json([row["hits"] for row in rows if row["prediction"] == "none"])}

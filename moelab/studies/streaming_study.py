@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from .. import artifacts, disk, models
+from .. import artifacts, disk, models, quiet
 from ..errors import ParameterError, RecordError
 from ..flywheel import stage
 from ..flywheel.capture import CaptureOptions, capture
@@ -185,7 +185,7 @@ def study(
             sources[f"made up, {size} MiB"] = source
             stores[f"made up, {size} MiB"] = stack.enter_context(ExpertStore(source))
         turn_bytes = options.reads * stores["pack"].nbytes(0)
-        stack.enter_context(stage.timing())
+        stack.enter_context(quiet.timing())
         rates = [
             {"place": place, **row}
             for place, store in stores.items()
