@@ -175,11 +175,9 @@ class Study:
         speakers = [uid for uid in self.threads if self.sets[uid] == "train" and self._can_answer(uid)]
         speakers = speakers[: self.options.sampled]
         total = sum(len(p.tokens) for p in planned) + len(speakers) * self.options.context
-        entries, done, seconds, fresh = [], 0, 0.0, 0
+        entries, done = [], 0
         for number, job in enumerate([*planned, *speakers]):
-            observation, spent = self._one(folder, vault, number, job)
-            seconds += spent
-            fresh += int((observation.phase == DECODED).sum()) if spent else 0
+            observation = self._one(folder, vault, number, job)
             done += len(observation.token_ids) if isinstance(job, plans.Plan) else self.options.context
             beyond = job.beyond if isinstance(job, plans.Plan) else 0
             entries.append(self._entry(observation, beyond))
@@ -191,7 +189,6 @@ class Study:
             "tokens": sum(e["tokens"] for e in entries),
             "decoded": sum(e["decoded"] for e in entries),
             "beyond_context": sum(e["beyond"] for e in entries),
-            "decode_tokens_per_second": round(fresh / seconds, 1) if seconds else None,
         }
 
     def _can_answer(self, uid: str) -> bool:
@@ -199,11 +196,11 @@ class Study:
         first = Conversation(self.threads[uid], self.loaded.tokenizer, mode="sampled").prompt()
         return first is not None and len(first) < self.options.context
 
-    def _one(self, folder: Path, vault: Vault, number: int, job: plans.Plan | str) -> tuple[Observation, float]:
+    def _one(self, folder: Path, vault: Vault, number: int, job: plans.Plan | str) -> Observation:
         uid = job if isinstance(job, str) else job.thread
         path = folder / record_name(uid, "sampled-0" if isinstance(job, str) else job.sequence)
         if path.exists():  # finished by a capture that was killed later on
-            return from_bytes(vault.open(path), file=path), 0.0
+            return from_bytes(vault.open(path), file=path)
         if isinstance(job, str):
             plan, tape, record, turns = self._sample(self.threads[uid])
             mode = "sampled"
@@ -212,7 +209,7 @@ class Study:
             tape, record = follow(self.engine, plan, self.options.chunk)
         observation = self._observation(plan, turns, mode, tape, record, number)
         vault.write(path, to_bytes(observation))
-        return observation.sealed(), tape.seconds
+        return observation.sealed()
 
     def _sample(self, thread: Thread) -> tuple[plans.Plan, Tape, models.TapRecord, tuple[Turn, ...]]:
         talk = Conversation(thread, self.loaded.tokenizer, mode="sampled")
@@ -223,7 +220,8 @@ class Study:
             if (tape.tokens and talk.fresh) or len(prompt) >= room:
                 break
             for start in range(0, len(prompt), self.options.chunk):
-                logits = tape.feed(self.engine, prompt[start : start + self.options.chunk], PREFILLED)
+                end = start + self.options.chunk
+                logits = tape.feed(self.engine, prompt[start:end], PREFILLED, logits=end >= len(prompt))
             seed = seeds[talk.turn] = plans.turn_seed(self.options.seed, thread.uid, talk.turn)
             key, answer = self._key(seed), []
             for _ in range(min(self.options.max_new, room - len(prompt))):

@@ -3,7 +3,8 @@
 An engine has three calls: `start()` begins a sequence, `feed(tokens, phase)` runs them through the model with its
 cache, `take()` returns what was routed since the last call. One engine serves resident and streamed models,
 since a model itself knows how a pass is run (`LoadedModel.run`). The phase is told, never guessed from sizes: a
-prompt of one token is prefill all the same.
+prompt of one token is prefill all the same. Where the next token is known already nobody asks for logits, and
+nothing after the last router is computed, as in replay: neither its experts nor the output layer has a route in it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 
 from .. import models
-from ..routes import DECODED
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Engine(Protocol):
     def start(self) -> None:
         """Begin a sequence with an empty cache."""
 
-    def feed(self, tokens: np.ndarray, phase: int) -> Any:
-        """Run `i32[n]` tokens and return the logits `[V]` after the last one, evaluated."""
+    def feed(self, tokens: np.ndarray, phase: int, *, logits: bool = True) -> Any:
+        """Run `i32[n]` tokens and return the logits `[V]` after the last one, evaluated, or None if not `logits`."""
 
     def take(self) -> TapRecord:
         """Routes of everything fed since the last call: arrays `[T, …]`."""
@@ -77,12 +77,14 @@ class LiveEngine:
     def start(self) -> None:
         self._cache = self.loaded.make_cache()
 
-    def feed(self, tokens: np.ndarray, phase: int) -> Any:
+    def feed(self, tokens: np.ndarray, phase: int, *, logits: bool = True) -> Any:
         import mlx.core as mx
 
-        logits = self.loaded.run(mx.array(np.asarray(tokens)[None]), self._cache, phase)[0, -1]
-        mx.eval(logits, *(() if self._tap is None else self._tap.pending()))
-        return logits
+        out = self.loaded.run(mx.array(np.asarray(tokens)[None]), self._cache, phase)
+        # All that a later step needs is behind what the last layer remembers.
+        result = out[0, -1] if logits else self._cache[-1].state
+        mx.eval(result, *(() if self._tap is None else self._tap.pending()))
+        return result if logits else None
 
     def take(self) -> TapRecord:
         record = self._tap.take()
@@ -99,22 +101,18 @@ class LiveEngine:
 
 @dataclass
 class Tape:
-    """What one sequence fed, as it was fed. `seconds` is the time spent in decoded steps alone."""
+    """What one sequence fed, as it was fed."""
 
     tokens: list[int] = field(default_factory=list)
     phase: list[int] = field(default_factory=list)
     wall_ns: list[int] = field(default_factory=list)
-    seconds: float = 0.0
 
-    def feed(self, engine: Engine, tokens: np.ndarray, phase: int) -> Any:
-        began = time.perf_counter()
-        logits = engine.feed(tokens, phase)
-        if phase == DECODED:
-            self.seconds += time.perf_counter() - began
+    def feed(self, engine: Engine, tokens: np.ndarray, phase: int, *, logits: bool = True) -> Any:
+        out = engine.feed(tokens, phase, logits=logits)
         self.tokens.extend(int(token) for token in tokens)
         self.phase.extend([phase] * len(tokens))
         self.wall_ns.extend([time.time_ns()] * len(tokens))
-        return logits
+        return out
 
 
 def follow(engine: Engine, plan: Plan, chunk: int) -> tuple[Tape, TapRecord]:
@@ -122,5 +120,5 @@ def follow(engine: Engine, plan: Plan, chunk: int) -> tuple[Tape, TapRecord]:
     tape = Tape()
     engine.start()
     for phase, tokens in plan.pieces(chunk):
-        tape.feed(engine, tokens, phase)
+        tape.feed(engine, tokens, phase, logits=False)
     return tape, engine.take()

@@ -125,7 +125,7 @@ def test_sampled_ids_are_carried_and_never_encoded_again(study, threads, tmp_pat
     study.options = replace(study.options, max_new=len(answer))
     vault = Vault(tmp_path / "vault")
     uid = next(u for u in study.threads if study.sets[u] == "train")
-    o, _ = study._one(tmp_path, vault, 0, uid)
+    o = study._one(tmp_path, vault, 0, uid)
     o = from_bytes(vault.open(tmp_path / record_name(uid, "sampled-0")))
     assert [o.token_ids[t.start : t.end].tolist() for t in o.header.turns] == [answer, answer]
     assert o.header.turns[0].seed != o.header.turns[1].seed and len(o.ids) == len(o.token_ids)
@@ -139,7 +139,7 @@ def test_a_forced_decode_encodes_nothing(study, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Codec, "text", refuse)
     planned = next(p for p in study.plans() if p.decoded)
-    o, _ = study._one(tmp_path, Vault(tmp_path / "vault"), 0, planned)
+    o = study._one(tmp_path, Vault(tmp_path / "vault"), 0, planned)
     np.testing.assert_array_equal(o.token_ids, planned.tokens)
     np.testing.assert_array_equal(o.phase, planned.phase)
 
@@ -151,11 +151,11 @@ class Faulty(LiveEngine):
         super().__init__(loaded)
         self.raises, self.left, self.loses = raises, at, loses
 
-    def feed(self, tokens, phase):
+    def feed(self, tokens, phase, **wanted):
         self.left -= 1
         if self.raises and self.left == 0:
             raise self.raises
-        return super().feed(tokens, phase)
+        return super().feed(tokens, phase, **wanted)
 
     def take(self):
         record = super().take()
@@ -213,11 +213,26 @@ def test_tape_and_follow(loaded):
     )
     with LiveEngine(loaded) as engine:
         tape, record = follow(engine, made, 4)
-    assert tape.tokens == made.tokens.tolist() and tape.phase == made.phase.tolist() and tape.seconds > 0
+    assert tape.tokens == made.tokens.tolist() and tape.phase == made.phase.tolist()
     assert len(tape.wall_ns) == 20 == len(record.ids) and record.features == {}
     with LiveEngine(loaded, taps=False) as engine:
         engine.start()
         assert engine.feed(made.tokens, PREFILLED).shape == Tape().feed(engine, made.tokens[:1], PREFILLED).shape
+
+
+def test_routes_and_what_follows_do_not_depend_on_who_asks_for_logits(loaded):
+    tokens, found = np.arange(10, 40, dtype=np.int32), []
+    for wanted in (True, False):
+        with LiveEngine(loaded) as engine:
+            engine.start()
+            for phase, piece in [(PREFILLED, tokens[:20]), *((DECODED, tokens[i : i + 1]) for i in range(20, 29))]:
+                assert (engine.feed(piece, phase, logits=wanted) is None) is not wanted
+            last = np.array(engine.feed(tokens[29:], DECODED))
+            found.append((engine.take(), last))
+    (record, last), (again, after) = found
+    np.testing.assert_array_equal(last, after)
+    for name in ("ids", "weights", "margin"):
+        np.testing.assert_array_equal(getattr(record, name), getattr(again, name))
 
 
 # ---------------------------------------------------------------- killed
