@@ -4,9 +4,9 @@ from repository import ROOT
 
 from moelab import artifacts
 from moelab.studies.prerouter_study import REPORTED, WIDER
-from moelab.studies.prerouter_verdict import SMALLEST, choose, free
+from moelab.studies.prerouter_verdict import COMMITTED, COMMITTED_FILE, SMALLEST, choose, free
 
-REPORT = ROOT / "reports" / "committed" / "prerouter_modes.json"
+REPORT = ROOT / COMMITTED_FILE
 
 
 def test_the_default_is_the_choice_of_the_committed_figures():
@@ -24,7 +24,7 @@ def test_the_report_holds_what_its_command_asks():
     report = artifacts.read_json(REPORT)
     assert report["command"].startswith("python -m moelab.studies.prerouter_study reference")
     for figures in report["models"].values():
-        assert set(figures) == set(REPORTED) and figures["texts"]["threads"] >= WIDER["part_texts"]
+        assert set(figures) == set(REPORTED) and figures["texts"]["threads"] == COMMITTED >= WIDER["part_texts"]
         assert {row["top_k"] for row in figures["top_k"]} == {4, *WIDER["top_ks"]}
         assert {r["threshold"] for r in figures["modes"] if r["mode"] == "gated"} == set(WIDER["thresholds"])
         assert all(row["loss"]["n"] == figures["texts"]["tokens"] for row in figures["depth"]["rows"])

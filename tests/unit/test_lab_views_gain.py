@@ -34,7 +34,8 @@ FOUND = {
                  measured("off", None, "this machine")],
         "heads": [{"issue": "in_forward", "n": 3, "token": 0.01, **spread("extra", 0.002)}],
         "depth": [simulated("heads", "in_forward", 0.5), simulated("heads", "in_forward", 0.5, layers=48),
-                  simulated("perfect", "in_forward", None)],
+                  simulated("perfect", "in_forward", None), simulated("off", None, None),
+                  simulated("off", None, None, layers=48)],
         "sweep": [simulated("off", None, None), simulated("heads", "in_forward", 0.3),
                   simulated("heads", "in_forward", 0.7)],
         "uses": [simulated(None, None, None, use="protect")],
@@ -57,10 +58,17 @@ def test_measured_rows_name_their_disk_and_their_units():
 
 
 def test_simulated_rows():
-    assert views.gain_depth(FOUND)["layers"].tolist() == [8, 48, 8]
     # The study's own threshold stands between the others, at the model's own depth alone.
     assert views.gain_sweep(FOUND)["least probability"].tolist() == [0.3, 0.5, 0.7]
     assert views.gain_uses(FOUND)["a prediction may"].tolist() == ["protect"]
+
+
+def test_times_by_depth_stand_side_by_side():
+    frame = views.gain_depth(FOUND)
+    assert frame["layers"].tolist() == [8, 48] and frame["off"].tolist() == [1.5, 1.5]
+    assert frame["perfect, in_forward"].fillna(-1).tolist() == [1.5, -1]  # not simulated there
+    committed = views.gain_depth(prerouter_report.committed()["models"])
+    assert len(committed) <= 30 and committed.notna().all().all() and committed.shape[1] == 12
 
 
 def test_a_report_that_was_not_made_says_how_it_is_made():

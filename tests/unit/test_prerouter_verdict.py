@@ -4,6 +4,7 @@ import copy
 
 import pytest
 
+from moelab.prerouter.modes import DEFAULT_THRESHOLD
 from moelab.studies.prerouter_verdict import SMALLEST, choose, free, sentences
 
 
@@ -67,7 +68,16 @@ def test_the_default_replaces_most_of_what_is_free_everywhere(figures):
     for row in figures["modes"]:
         row["loss"] = estimate(1.0)
     assert choose({"a": figures}) is None
-    assert sentences({"a": figures})[-1].endswith("what is left is advise.")
+
+
+def test_a_page_names_one_default_and_what_it_does_here(figures):
+    figures["modes"].append(mode("gated at 0.55", 0.0, 0.25, kind="gated", threshold=DEFAULT_THRESHOLD))
+    other = copy.deepcopy(figures)
+    other["modes"][-1]["loss"] = estimate(0.1)
+    last = sentences({"a": figures, "b": other})[-1]
+    assert last.startswith("The default is gated at a confidence of 0.55, by the committed study of 28 texts")
+    assert last.endswith("25% of routes on a, within 0.02 nats; 25% of routes on b, not within 0.02 nats.")
+    assert choose({"a": figures}) == ("gated", 0.5) and "0.5," not in last  # what this page alone would choose
 
 
 def test_words_follow_the_figures(figures):
@@ -80,7 +90,7 @@ def test_words_follow_the_figures(figures):
         "tokens: not within 0.02 nats", "of greedy tokens it takes 0.0",
         "tokens: within 0.02 nats", "more than the sum of its parts",
         "which cannot be told from nothing", "of 8 greedy tokens the first 2.5",
-        "The default that would follow from these texts: gated at a confidence of 0.5", "30% of routes on m",
+        "confidence of 0.55, by the committed", "it routes by prediction nothing, as it was not among what was tried",
     ):  # fmt: skip
         assert words in text, words
     figures["agreement"]["less"][0]["recall"] = estimate(-0.1)

@@ -80,8 +80,21 @@ def gain_heads(found: Figures) -> pd.DataFrame:
 
 
 def gain_depth(found: Figures) -> pd.DataFrame:
-    """One row a model, depth, cache, disk, predictor and issue point, simulated; times in a token's compute."""
-    return _simulated(found, "depth", {"layers": "layers"}, ("cycles", "ratio", "who", "issue"))
+    """One row a model, depth, cache and disk, simulated: time of a token ÷ its compute, one column a predictor and
+    issue point, beside the bound."""
+    place = ["model", "layers", "cache, token cycles", "reads ÷ compute", "bound"]
+    frame = pd.DataFrame(
+        [
+            {
+                "model": m, "layers": r["layers"], "cache, token cycles": r["cycles"], "reads ÷ compute": r["ratio"],
+                "bound": r["bound"], "time": r["seconds"],
+                "arm": f"{r['who']}, {r['issue']}" if r["issue"] else r["who"],
+            }
+            for m, r in _rows(found, "depth")
+        ]
+    )  # fmt: skip
+    arms = sorted(frame["arm"].unique(), key=lambda arm: (arm != "off", arm))
+    return frame.pivot(index=place, columns="arm", values="time")[arms].reset_index().rename_axis(columns=None)
 
 
 def gain_sweep(found: Figures) -> pd.DataFrame:
@@ -90,13 +103,13 @@ def gain_sweep(found: Figures) -> pd.DataFrame:
         m: {"sweep": f["sweep"] + [r for r in f["depth"] if _same(r, f["sweep"][0], f["sizes"]["layers"])]}
         for m, f in found.items()
     }
-    frame = _simulated(own, "sweep", {"threshold": "least probability"}, ("issue",))
+    frame = _simulated(own, "sweep", {"threshold": "least probability", "issue": "issued"})
     return frame.sort_values(["model", "issued", "least probability"], kind="stable", ignore_index=True)
 
 
 def gain_uses(found: Figures) -> pd.DataFrame:
     """One row a model, eviction policy and use of a prediction: bytes and hits, simulated."""
-    return _simulated(found, "uses", {"policy": "eviction", "use": "a prediction may"}, ())
+    return _simulated(found, "uses", {"policy": "eviction", "use": "a prediction may"})
 
 
 def gain_claims(found: Figures) -> pd.DataFrame:
@@ -125,12 +138,11 @@ def gain_summary(found: Figures, *, width: int = 110) -> str:
     return "\n".join(text)
 
 
-def _simulated(found: Figures, part: str, more: Mapping[str, str], which: tuple[str, ...]) -> pd.DataFrame:
-    names = {"cycles": "cache, token cycles", "ratio": "reads ÷ compute", "who": "predicted by", "issue": "issued"}
+def _simulated(found: Figures, part: str, names: Mapping[str, str]) -> pd.DataFrame:
     return pd.DataFrame(
         [
             {
-                "model": m, **{label: r[n] for n, label in more.items()}, **{names[n]: r[n] for n in which},
+                "model": m, **{label: r[n] for n, label in names.items()},
                 "time ÷ compute": r["seconds"], "bound": r["bound"], "exposed wait": r["exposed"],
                 "bytes ÷ off": r["bytes_ratio"], "resident when asked for": r["hits"], "prefetches used": r["useful"],
                 "share of the possible": r["share"], "tokens": r["tokens"],
