@@ -11,6 +11,15 @@ from . import ceiling, qualification, snapshot, value
 from .gates import FAIL, GATES, NOT_YET, PASS, QUESTIONS, REFUSED, Verdict
 
 OBSERVED, NOT_OBSERVED, NO_EVIDENCE = "observed", "not observed", "no evidence yet"
+SAYS = {
+    "order_mismatches": "{} routes (a token in a layer) with experts in another order",
+    "recall_gain": "recall less that of the best training-free control: {} of the experts",
+    "wasted_bytes_learned": "{} bytes a token read ahead and not used",
+    "recall_temporal": "recall of {} of the experts on the newest threads",
+    "records_not_authorised": "{} records without authorisation",
+    "speedup_bound": "at most {} × faster with perfect prefetch",
+}
+"""A verdict's figure in words, with its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +90,7 @@ def _says(verdict: Verdict | None, figure: str) -> str:
     if verdict is None or verdict.figures.get(figure) is None:
         return "no figure"
     number = verdict.figures[figure]
-    return (
-        f"{figure.replace('_', ' ')} {float(f'{number:.4g}'):,.9g}"
-        if isinstance(number, float)
-        else f"{figure.replace('_', ' ')} {number}"
-    )
+    return SAYS[figure].format(f"{float(f'{number:.4g}'):,.9g}" if isinstance(number, float) else f"{number:,}")
 
 
 def _drift(verdict: Verdict | None) -> str:
