@@ -13,12 +13,11 @@ range) in seconds.
                 by themselves, in a loop, they would be warmer than dispatch ever finds them. `share` is the part of
                 the same run that they take
 
-One token is another token every round, as in decode: its specialists' weights come from memory.
+One token is another token every round, as in decode: its specialists' weights come from memory. `measure` times
+dispatch with every selection policy, and with the default policy against the other arms; `judged` holds the rows
+against what was asked of dispatch.
 
     python -m moelab.policies.bench --experts 8 64 256 --tokens 1 4096
-
-times dispatch with every selection policy and prints what part of it routing takes. With `--out FILE` the default
-policy is also timed against the other arms (minutes: dense runs every specialist on every token), and all is written.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import datetime
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -48,6 +47,13 @@ from moelab.policies.selection import (
 )
 
 ONE_TOKEN_BATCHES = 64
+ALL_ARMS = "all arms"
+"""In place of a policy: the default policy, beside the plain ways to do its work."""
+LONG = ("loop", "dense")
+ROUTING, LOOP, BATCHED = 0.05, 10.0, 2.0
+"""Asked: selection and capacity, of dispatch at most; the loop ÷ grouped at least; grouped ÷ batched at most."""
+ASKED_HIDDEN, ASKED_BATCHED = 512, 64
+"""Of models this wide at least; and with so many specialists."""
 COMMAND = "python -m moelab.policies.bench --rounds 3 --out reports/committed/dispatch.json"
 
 
@@ -91,11 +97,28 @@ class GatedMlp(nn.Module):
         return self.down(nn.functional.silu(self.gate(states)) * self.up(states))
 
 
-def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int) -> dict[str, Timing]:
-    """Time every arm once a round, after one run of each that does not count."""
+class Bank:
+    """An anchor and N specialists, of the width and the random weights that are timed.
+
+    anchor, experts: MLPs, `[..., H]` to `[..., H]`; ids: `[N]` their names.
+    """
+
+    def __init__(self, experts: int, *, hidden: int, intermediate: int):
+        self.hidden, self.ids = hidden, names(experts)
+        self.anchor, *self.experts = (GatedMlp(hidden, intermediate) for _ in range(experts + 1))
+        self.availability = torch.arange(experts) % 8 != 7
+
+
+def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int, long: int = 0) -> dict[str, Timing]:
+    """Time every arm once a round, after one run of each that does not count.
+
+    long: 0, or as many rounds are enough for the arms in `LONG`, without a run before: they last for seconds.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(rounds + 1):
         for name in arms if turn % 2 else reversed(arms):
+            if long and name in LONG and not 0 < turn <= long:
+                continue
             start = time.perf_counter()
             arms[name]()
             if turn:
@@ -105,61 +128,46 @@ def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int) -> dict[str
 
 @torch.no_grad()
 def time_dispatch(
+    bank: Bank,
     *,
-    experts: int,
     tokens: int,
-    hidden: int = 512,
-    intermediate: int = 1024,
     rounds: int = 5,
+    long: int = 0,
     arms: tuple[str, ...] = ("grouped", "loop", "dense", "batched"),
     seed: int = 0,
     dispatcher: SparseDispatcher | None = None,
 ) -> dict[str, Timing]:
-    """Time dispatch of `tokens` tokens over `experts` specialists on random scores.
+    """Time dispatch of `tokens` tokens over the bank's specialists on random scores.
 
     One score in four is negative, one specialist in eight is unavailable; the default policies run
-    up to two specialists a token. With `grouped` come `route` and `share`.
+    up to two specialists a token. With `grouped` come `route` and `share`. `long` as in `time_arms`.
     """
     generator = torch.Generator().manual_seed(seed)
     dispatcher = dispatcher or SparseDispatcher()
     batches = ONE_TOKEN_BATCHES if tokens == 1 else 1
-    states = torch.randn(batches, tokens, hidden, generator=generator)
-    scores = torch.rand(batches, tokens, experts, generator=generator) - 0.25
-    availability = torch.arange(experts) % 8 != 7
-    ids = names(experts)
-    anchor, bank = GatedMlp(hidden, intermediate), [GatedMlp(hidden, intermediate) for _ in ids]
+    states = torch.randn(batches, tokens, bank.hidden, generator=generator)
+    scores = torch.rand(batches, tokens, len(bank.ids), generator=generator) - 0.25
+    given = {"expert_ids": bank.ids, "expert_availability": bank.availability}
 
     turn, inside, shares = count(), [], []
 
-    def dispatch(hidden: Tensor, given: Tensor) -> float:
+    def dispatch(hidden: Tensor, evidence: Tensor) -> float:
         """Seconds that routing took."""
         start = time.perf_counter()
-        routes = dispatcher.route(given, tokens=hidden.shape[:2], expert_ids=ids, expert_availability=availability)
+        routes = dispatcher.route(evidence, tokens=hidden.shape[:2], **given)
         took = time.perf_counter() - start
-        dispatcher.execute(routes, hidden, anchor_mlp=anchor, experts=bank)
+        dispatcher.execute(routes, hidden, anchor_mlp=bank.anchor, experts=bank.experts)
         return took
 
     def grouped() -> None:
         batch = next(turn) % batches
-        hidden, given = states[batch : batch + 1], scores[batch : batch + 1]  # a model hands them over as they are
+        hidden, evidence = states[batch : batch + 1], scores[batch : batch + 1]  # a model hands them over as they are
         start = time.perf_counter()
-        inside.append(dispatch(hidden, given))
+        inside.append(dispatch(hidden, evidence))
         shares.append(inside[-1] / (time.perf_counter() - start))
 
     def dense() -> Tensor:
-        return torch.stack([mlp(states[:1]) for mlp in (anchor, *bank)])
-
-    routes = dispatcher.route(scores[:1], expert_ids=ids, expert_availability=availability).effective_routes
-    rows = int(routes.slot_mask.sum())
-    used = max(1, min(rows, int(availability.sum())))
-    gathered = torch.randn(used, max(1, rows // used), hidden, generator=generator)
-    gate, up, down = (
-        torch.stack([getattr(mlp, name).weight.T for mlp in bank[:used]]).contiguous()
-        for name in ("gate", "up", "down")
-    )
-
-    def batched() -> Tensor:
-        return torch.bmm(nn.functional.silu(torch.bmm(gathered, gate)) * torch.bmm(gathered, up), down)
+        return torch.stack([mlp(states[:1]) for mlp in (bank.anchor, *bank.experts)])
 
     every = {
         "grouped": grouped,
@@ -167,12 +175,24 @@ def time_dispatch(
             dispatch(states[:1, token : token + 1], scores[:1, token : token + 1]) for token in range(tokens)
         ],
         "dense": dense,
-        "batched": batched,
     }
-    found = time_arms({name: every[name] for name in arms}, rounds=rounds)
+    if "batched" in arms:
+        routes = dispatcher.route(scores[:1], **given).effective_routes
+        every["batched"] = _batched(bank, int(routes.slot_mask.sum()), generator)
+    found = time_arms({name: every[name] for name in arms}, rounds=rounds, long=long)
     if "grouped" in arms:  # the first run does not count
         found |= {"route": _timing(inside[1:]), "share": _timing(shares[1:])}
     return found
+
+
+def _batched(bank: Bank, rows: int, generator: torch.Generator) -> Callable[[], Tensor]:
+    used = max(1, min(rows, int(bank.availability.sum())))
+    gathered = torch.randn(used, max(1, rows // used), bank.hidden, generator=generator)
+    gate, up, down = (
+        torch.stack([getattr(mlp, name).weight.T for mlp in bank.experts[:used]]).contiguous()
+        for name in ("gate", "up", "down")
+    )
+    return lambda: torch.bmm(nn.functional.silu(torch.bmm(gathered, gate)) * torch.bmm(gathered, up), down)
 
 
 def _timing(values: list[float]) -> Timing:
@@ -180,59 +200,101 @@ def _timing(values: list[float]) -> Timing:
     return Timing(len(values), median, third - first)
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number >= 1")
-    return int(text)
+def measure(
+    experts: Sequence[int],
+    tokens: Sequence[int],
+    *,
+    hidden: int,
+    rounds: int,
+    arms: tuple[str, ...] = ("grouped", "loop", "dense", "batched"),
+) -> Iterator[dict]:
+    """Rows `{experts, tokens, policy, arm, n, median, spread}`, seconds (a ratio for the arm `share`), as they come.
+
+    rounds: of many tokens; of one token two hundred times as many for each policy and forty times for all arms. Of
+    many tokens the arms in `LONG` take `rounds`, and the others of all arms three times as many.
+    """
+    for number in experts:
+        bank = Bank(number, hidden=hidden, intermediate=2 * hidden)
+        for many in tokens:
+            each, all_arms, long = (200 * rounds, 40 * rounds, 0) if many == 1 else (rounds, 3 * rounds, rounds)
+            plans = [(name, d, ("grouped",), each, 0) for name, d in dispatchers(number).items()]
+            for policy, dispatcher, timed, turns, few in [*plans, (ALL_ARMS, None, arms, all_arms, long)]:
+                found = time_dispatch(bank, tokens=many, rounds=turns, long=few, arms=timed, dispatcher=dispatcher)
+                cell = {"experts": number, "tokens": many, "policy": policy}
+                yield from (cell | {"arm": arm, **asdict(timing)} for arm, timing in found.items())
+
+
+def judged(rows: Sequence[dict], *, hidden: int) -> list[dict]:
+    """What was asked of dispatch, a row a number of specialists and tokens: `claim`, `measured`, `asked`, `most` (at
+    most that, else at least), `n`, `who` (the policy with most routing) and `holds`, None below the width asked."""
+    found, asked = [], hidden >= ASKED_HIDDEN
+
+    def claim(claim: str, measured: float, bound: float, most: bool, n: int, who: str = "") -> None:
+        holds = (measured <= bound if most else measured >= bound) if asked else None
+        found.append(
+            {"claim": claim, "measured": measured, "asked": bound, "most": most, "n": n, "who": who, "holds": holds}
+        )
+
+    for number, many in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
+        here = [row for row in rows if (row["experts"], row["tokens"]) == (number, many)]
+        arms = {row["arm"]: row for row in here if row["policy"] == ALL_ARMS}
+        most = max((r for r in here if r["arm"] == "share" and r["policy"] != ALL_ARMS), key=lambda r: r["median"])
+        size = f"{number} specialists, {many:,} token{'s' * (many > 1)}"
+        claim(
+            f"selection and capacity, share of dispatch, {size}",
+            most["median"],
+            ROUTING,
+            True,
+            most["n"],
+            most["policy"],
+        )
+        if many > 1:
+            loop = arms["loop"]["median"] / arms["grouped"]["median"]
+            claim(f"one token at a time ÷ grouped, {size}", loop, LOOP, False, arms["loop"]["n"])
+        if many > 1 and number == ASKED_BATCHED:
+            batched = arms["grouped"]["median"] / arms["batched"]["median"]
+            claim(f"grouped ÷ one batched pass, {size}", batched, BATCHED, True, arms["batched"]["n"])
+    return found
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text}, expected a number >= {least}")
+        return int(text)
+
+    return number
 
 
 def main() -> None:
-    """Print the share of routing for every policy; with `--out`, write it and the default policy against all arms."""
-    parser = argparse.ArgumentParser(prog="python -m moelab.policies.bench", description="What routing costs.")
-    parser.add_argument("--experts", type=_positive, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--tokens", type=_positive, nargs="+", default=[1, 4096])
-    parser.add_argument("--hidden", type=_positive, default=512)
-    parser.add_argument(
-        "--rounds", type=_positive, default=5, help="of many tokens; of one token two hundred times as many"
+    """Print the share of routing for every policy, then every claim; with `--out`, write the rows."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moelab.policies.bench",
+        description="What dispatch costs: every selection policy, and the default one beside a loop over tokens, a"
+        " dense run of every specialist (minutes where they are many) and one batched product over as many rows.",
     )
-    parser.add_argument("--out", help="JSON file: also loop, dense and batched (two rounds of many tokens)")
+    parser.add_argument("--experts", type=_at_least(4), nargs="+", default=[8, 64, 256], help="specialists")
+    parser.add_argument("--tokens", type=_at_least(1), nargs="+", default=[1, 4096], help="tokens of a batch")
+    parser.add_argument("--hidden", type=_at_least(1), default=512, help="width H; specialists have 2 H inside")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=1, help="of many tokens; of one token two hundred times as many"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     given = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
-
-    def timed(experts: int, tokens: int, policy: str, dispatcher: SparseDispatcher, arms: tuple[str, ...], rounds: int):
-        found = time_dispatch(
-            experts=experts, tokens=tokens, hidden=given.hidden, intermediate=2 * given.hidden,
-            rounds=rounds, arms=arms, dispatcher=dispatcher,
-        )  # fmt: skip
-        cell = {"experts": experts, "tokens": tokens, "policy": policy}
-        rows.extend(cell | {"arm": arm, **asdict(timing)} for arm, timing in found.items())
-        return found
-
-    for experts in given.experts:
-        for tokens in given.tokens:
-            many, all_arms = (200, 40) if tokens == 1 else (1, 1)
-            for name, dispatcher in dispatchers(experts).items():
-                found = timed(experts, tokens, name, dispatcher, ("grouped",), many * given.rounds)
-                route, grouped = (found[arm].median * 1e6 for arm in ("route", "grouped"))
-                print(
-                    f"{experts:4} specialists {tokens:5} tokens  {name:20} route {route:9.1f} us of {grouped:10.1f} us,"
-                    f" share {found['share'].median:.3f}",
-                    flush=True,
-                )
-            if given.out:
-                timed(
-                    experts,
-                    tokens,
-                    "all arms",
-                    SparseDispatcher(),
-                    ("grouped", "loop", "dense", "batched"),
-                    2 * all_arms,
-                )
+    for row in measure(given.experts, given.tokens, hidden=given.hidden, rounds=given.rounds):
+        rows.append(row)
+        value = f"{row['median']:9.3f}   " if row["arm"] == "share" else f"{row['median'] * 1e6:9.1f} us"
+        cell = f"{row['experts']:4} specialists {row['tokens']:5} tokens"
+        print(f"{cell}  {row['policy']:20} {row['arm']:8} {value} n {row['n']}", flush=True)
+    for row in judged(rows, hidden=given.hidden):
+        verdict = {True: "holds", False: "FAILS", None: "-"}[row["holds"]]
+        print(f"{verdict:5}  {row['measured']:7.3f}  {row['asked']:5g}  {row['claim']}  {row['who']}")
     if given.out:
         head = {"schema_version": 1, "command": COMMAND, "date": datetime.date.today().isoformat()}
         shape = {"hidden": given.hidden, "intermediate": 2 * given.hidden}
-        Path(given.out).write_text(json.dumps({**head, **shape, "rows": rows}, indent=1) + "\n")
+        given.out.write_text(json.dumps({**head, **shape, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class HierarchicalSelection(Selection):
         self.check_packages(scores, package_scores)
         if row is not None:
             package, chosen = self.choose_both(scores, row, package_scores)
-            package = torch.full((1, 1), package, device=scores.device)
+            package = scores.new_tensor([[package]], dtype=torch.int64)
             return self.decide_one(scores, row, chosen, expert_ids, package_indices=package)
         bank = with_anchor(scores)
         package = rank(with_anchor(self.evidence(scores, package_scores)), 1).squeeze(-1)

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import quiet
 from ..errors import UnsupportedModelError
 from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
 from ..routes import DECODED, PREFILLED
@@ -193,7 +194,8 @@ def live(
             runs = [decode(engine, windows[n], prompt=prompt, slots=slots, settle=True) for n in some]
             rows.append(row(place, mode, some, [run.late for run in runs], [run.loss for run in runs]))
             engines[place, mode] = engine
-        times = _times(engines, [w[: prompt + timed + 1] for w in windows[:TIMED_WINDOWS]], prompt, slots, ratio)
+        with quiet.timing():
+            times = _times(engines, [w[: prompt + timed + 1] for w in windows[:TIMED_WINDOWS]], prompt, slots, ratio)
     return {"tokens": sum(map(len, late)), "slots": slots, "rows": rows, "refused": refused}, times
 
 

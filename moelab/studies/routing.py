@@ -69,10 +69,12 @@ class RoutingOptions(Options):
     late_slots: int = param(16, "experts of a layer that are in time: staged slots, or slots of the cache", min=1)
     late_timed: int = param(6, "tokens of each of four windows that are decoded for times", min=2)
     late_ratio: float = param(1.0, "time of a token's reads over its compute, on the slowed store", min=0.01)
-    bench_experts: list[int] = param([8], "specialists that dispatch is timed with", min=1)
+    bench_experts: list[int] = param([8], "specialists that dispatch is timed with", min=4)
     bench_tokens: list[int] = param([1, 64], "tokens that it is timed on", min=1)
     bench_hidden: int = param(128, "width of the model that it is timed for; the inner width is twice that", min=8)
-    bench_rounds: int = param(5, "times that every arm runs", min=2)
+    bench_rounds: int = param(
+        1, "times that a loop over many tokens runs; shorter arms run more often, one token 200 times as often", min=1
+    )
 
     def study(self) -> dict[str, Any]:
         """Parameters that the figures depend on: all but those of the timing."""

@@ -1,4 +1,4 @@
-"""What was asked of the streaming engine, held against the figures of one model.
+"""What was asked of the streaming engine, held against the figures of one model, or of the stand-in.
 
 A claim holds, or does not, or has no evidence (`holds` None): a system without a counter proves nothing either way.
 Times on a shared machine scatter. A claim about times is judged on the median of pairs, and says from where to where
@@ -25,13 +25,11 @@ and activations."""
 def claims(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows of `claim`, `measured`, `asked` (at most that where `most`, else at least), `n`, `spread` (text, may be
     empty) and `holds` (True, False or None)."""
-    return [
-        *_equality(figures["equality"]["rows"]),
-        *_reads(figures["reads"]),
-        *_cache(figures["cache"]["rows"]),
-        *_overlap(figures["overlap"]["rows"]),
-        *_memory(figures["memory"]),
-    ]
+    found = []
+    for name, judge in JUDGES.items():
+        if name in figures:
+            found += judge(figures[name])
+    return found
 
 
 def _claim(
@@ -42,9 +40,9 @@ def _claim(
     }  # fmt: skip
 
 
-def _equality(rows: list[Mapping[str, Any]]) -> list[dict]:
+def _equality(figures: Mapping[str, Any]) -> list[dict]:
     """Bits where the BLAS gives the same ones for any number of rows; tokens where it does not."""
-    found = []
+    rows, found = figures["rows"], []
     for name, wanted, exact in (
         ("tokens and logits equal the resident model's, bit for bit", "first", True),
         ("a second request equals the same request cold, bit for bit", "second", True),
@@ -82,9 +80,9 @@ def _reads(reads: Mapping[str, Any]) -> list[dict]:
     return found
 
 
-def _cache(rows: list[Mapping[str, Any]]) -> list[dict]:
+def _cache(figures: Mapping[str, Any]) -> list[dict]:
     """Of the policy that the engine takes when none is named; which one does best here is not known before."""
-    found = []
+    rows, found = figures["rows"], []
     ours = sorted((row for row in rows if row["policy"] == DEFAULT), key=lambda row: row["share"])
     if not ours:
         return [
@@ -102,8 +100,8 @@ def _cache(rows: list[Mapping[str, Any]]) -> list[dict]:
     return found
 
 
-def _overlap(rows: list[Mapping[str, Any]]) -> list[dict]:
-    found = []
+def _overlap(figures: Mapping[str, Any]) -> list[dict]:
+    rows, found = figures["rows"], []
     for ratio in sorted({row["ratio"] for row in rows}):
         ahead = [row for row in rows if row["ratio"] == ratio and row["arm"].startswith("in_forward")]
         words = f"an oracle in the forward hides what can be hidden, reads {ratio:g} × compute"
@@ -144,6 +142,9 @@ def _memory(memory: Mapping[str, Any]) -> list[dict]:
             most=True,
         ),
     ]
+
+
+JUDGES = {"equality": _equality, "reads": _reads, "cache": _cache, "overlap": _overlap, "memory": _memory}
 
 
 def _span(low: float, high: float) -> str:

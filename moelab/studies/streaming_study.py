@@ -3,9 +3,10 @@
 Five studies, each beside its bound: equality with the resident model (`streaming_equality`), the store alone and under
 a cache (`streaming_reads`), overlap on a throttled store (`streaming_overlap`), memory of a fresh process
 (`streaming_memory`). `claims` holds their figures against what was asked of the engine; a claim without evidence is
-neither held nor broken.
+neither held nor broken. Times are taken while the rest of the run stands still.
 
-The routes are the model's own recorded decode, of owners that no predictor is trained on.
+The routes are the model's own recorded decode, of owners that no predictor is trained on. What has to do with time is
+also measured on a stand-in with experts of the size that people stream (`streaming_stand_in`).
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ from ..routes import DECODED, Routes
 from ..streaming.cache import eviction
 from .streaming_claims import claims
 from .streaming_memory import idle_memory, peak_memory
+from .streaming_stand_in import STAND_IN, stand_in
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
 
 RESULT = "streaming.json"
-FIGURES_VERSION = 3
+FIGURES_VERSION = 4
 """Raise when `study` writes other figures, so that older artefacts are not taken for these."""
 APART = 16 << 20
 """Bytes by which two idle processes of one kind may differ."""
@@ -52,7 +54,8 @@ class StreamingOptions(Options):
     reads: int = param(128, "experts read in one turn of the throughput study", min=1)
     read_repeats: int = param(3, "pairs of turns, store and raw probe", min=2)
     depths: list[int] = param([1, 4], "threads reading at once", min=1)
-    made_up_mb: list[int] = param([1, 4], "sizes, in MiB, of made-up experts that are read beside the model's", min=1)
+    made_up_mb: list[int] = param([1, 4], "sizes, in MiB, of made-up experts that are read beside the models'", min=1)
+    stand_in_hidden: int = param(256, "width of the stand-in, a multiple of 128; at 768 an expert has .55 MB", min=128)
     disk_seconds: float = param(0.05, "seconds measured for each read size and depth", min=0.01)
     budgets: list[float] = param([0.125, 0.25, 0.5], "cache budgets, as shares of all expert bytes", min=0.01, max=1.0)
     policies: list[str] = param(
@@ -73,11 +76,13 @@ class StreamingOptions(Options):
 
 
 def streaming(options: StreamingOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
-    """Model → figures: `sizes`, `disk`, `equality`, `reads`, `cache`, `overlap`, `memory`, `claims`."""
+    """Model → figures: `sizes`, `disk`, `equality`, `reads`, `cache`, `overlap`, `memory`, `claims`. Of the stand-in,
+    which comes last, those of time alone."""
     observed = capture(options.upstream(CaptureOptions))
     jobs = {model: {"observations": observed[model]} for model in options.models}
     found = stage.run(streaming_model, options, jobs, blas="auto", on_progress=on_progress)
-    return {model: artifacts.read_json(a.file(RESULT)) for model, a in found.items()}
+    figures = {model: artifacts.read_json(a.file(RESULT)) for model, a in found.items()}
+    return figures | {STAND_IN: stand_in(options)}
 
 
 def streaming_model(model: str, options: StreamingOptions, observations: Path) -> Path:
@@ -149,7 +154,7 @@ def study(
     loaded: LoadedModel, routes: Routes, asked: list[list[int]], options: StreamingOptions, folder: Path
 ) -> dict[str, Any]:
     """All figures of one model; plain numbers. Packs are written below `folder` and removed."""
-    from ..streaming import ExpertStore, open_store, write_pack
+    from ..streaming import open_store, write_pack
     from ..streaming.store.checkpoint import CheckpointSource
     from ..streaming.store.pack import PackSource
     from . import streaming_equality, streaming_overlap, streaming_reads
@@ -171,29 +176,12 @@ def study(
         stores = {place: stack.enter_context(open_store(path, precision=precision)) for place, path in places.items()}
         sizes = streaming_equality.geometry(loaded, stores)
         page_sized = -(-sizes["expert_bytes"] // 4096) * 4096
-        profile = disk.measure(
-            scratch, sizes=sorted({page_sized, 1 << 20}), depths=sorted({*options.depths, 16}), file_bytes=64 << 20,
-            seconds=options.disk_seconds, repeats=3, seed=options.seed,
-        )  # fmt: skip
-        told()
         equal = _equality(loaded, places, asked, sizes, options)
         told()
-        for size in options.made_up_mb:
-            source = streaming_reads.MadeUp(
-                Path(scratch) / f"made-up-{size}", size=size << 20, experts=max(64 // size, 4), seed=options.seed
-            )
-            sources[f"made up, {size} MiB"] = source
-            stores[f"made up, {size} MiB"] = stack.enter_context(ExpertStore(source))
-        turn_bytes = options.reads * stores["pack"].nbytes(0)
-        stack.enter_context(quiet.timing())
-        rates = [
-            {"place": place, **row}
-            for place, store in stores.items()
-            for row in streaming_reads.throughput(
-                store, sources[place], depths=options.depths, repeats=options.read_repeats, seed=options.seed,
-                reads=options.reads if place in places else max(turn_bytes // store.nbytes(0), 8),
-            )
-        ]  # fmt: skip
+        cache = streaming_reads.cached(stores["pack"], routes, budgets=options.budgets, policies=options.policies)
+        told()
+        memory = _memory(loaded, asked, sizes, options)
+        told()
         extra = [
             row
             for place, path in places.items()
@@ -201,16 +189,27 @@ def study(
                 place, path, sources[place].files, reads=options.reads, seed=options.seed, precision=precision
             )
         ]
+        stack.enter_context(quiet.timing())
+        profile = disk.measure(
+            scratch, sizes=sorted({page_sized, 1 << 20}), depths=sorted({*options.depths, 16}), file_bytes=64 << 20,
+            seconds=options.disk_seconds, repeats=3, seed=options.seed,
+        )  # fmt: skip
         told()
-        cache = streaming_reads.cached(stores["pack"], routes, budgets=options.budgets, policies=options.policies)
+        rates = [
+            {"place": place, **row}
+            for place, store in stores.items()
+            for row in streaming_reads.throughput(
+                store, sources[place], depths=options.depths, reads=options.reads, seed=options.seed,
+                # What is read in place is converted as well: slower by far, and nothing is asked of it.
+                repeats=options.read_repeats if place == "pack" else max(options.read_repeats // 4, 2),
+            )
+        ]  # fmt: skip
         told()
         overlapped = streaming_overlap.overlap(
             places["pack"], asked[0][: options.overlap_prompt], tokens=options.overlap_tokens,
             repeats=options.overlap_repeats, ratios=options.ratios, cycles=options.overlap_cycles,
             policy_name="lru", readers=2, precision=precision,
         )  # fmt: skip
-        told()
-        memory = _memory(loaded, asked, sizes, options)
         told()
     figures = {
         "sizes": sizes,

@@ -24,11 +24,10 @@ from typing import Any
 import numpy as np
 
 from .. import artifacts, models
+from .streaming_stand_in import PROMPT, STAND_IN, prompt
 
-STAND_IN = "stand-in"
 RATIOS = (0.5, 1.0, 2.0)
 CYCLES = 1.5
-PROMPT = 24
 READ_S = 1e-3
 """Latency of the declared device of the checks, and time of an expert's bytes: a layer's misses take a layer's time."""
 HIDDEN, SLOWED, THIS_DISK, RACING, RATE = 0.90, 0.10, 0.20, 0.02, 0.95
@@ -50,15 +49,15 @@ def timing(model: str, *, tokens: int, repeats: int, seed: int = 0) -> dict[str,
             source.mkdir()
             stand_in.write(source)
         write_pack(source if model == STAND_IN else models.find(model), pack, precision="float32")
-        prompt = np.random.default_rng(seed).integers(5, 200, 4 * PROMPT).tolist()
+        tokens_given = prompt(seed, 4 * PROMPT)
         found = {
             "overlap": streaming_overlap.overlap(
-                pack, prompt[:PROMPT], tokens=tokens, repeats=repeats, ratios=RATIOS, cycles=CYCLES,
+                pack, tokens_given[:PROMPT], tokens=tokens, repeats=repeats, ratios=RATIOS, cycles=CYCLES,
                 policy_name="lru", readers=2, precision="float32", arms=tuple(streaming_overlap.ARMS),
             ),
         }  # fmt: skip
         if model == STAND_IN:
-            found["check"] = simulation_check.runs(pack, prompt, repeats=repeats, read_s=READ_S)
+            found["check"] = simulation_check.runs(pack, tokens_given, repeats=repeats, read_s=READ_S)
             with open_store(pack, precision="float32") as store:
                 found["expert_bytes"] = store.nbytes(0)
                 found["throughput"] = streaming_reads.throughput(

@@ -10,7 +10,7 @@ from moelab.models import tiny
 from moelab.routes import DECODED, PREFILLED, Routes
 from moelab.streaming import Passes, open_store, write_pack
 from moelab.streaming.store.pack import PackSource
-from moelab.studies import streaming_claims, streaming_reads, streaming_study
+from moelab.studies import streaming_claims, streaming_reads, streaming_stand_in, streaming_study
 from moelab.studies.streaming_study import StreamingOptions
 
 OPTIONS = StreamingOptions(
@@ -113,7 +113,7 @@ def test_a_cut_file_stops_the_probe(loaded, tmp_path):
 def test_rates_stand_beside_their_spread(figures):
     rows = figures["reads"]["throughput"]
     assert [(row["place"], row["depth"]) for row in rows] == [
-        (place, depth) for place in ("in place", "pack", "made up, 1 MiB") for depth in OPTIONS.depths
+        (place, depth) for place in ("in place", "pack") for depth in OPTIONS.depths
     ]
     for row in rows:
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
@@ -209,7 +209,28 @@ def test_claims_follow_their_figures(figures):
     lru = next(row for row in figures["cache"]["rows"] if row["policy"] == "recent-lfu" and row["share"] == 0.3)
     claim = rows["fewer bytes than a global LRU at 0.3 of all experts, by the default policy, recent-lfu"]
     assert claim["measured"] == lru["value"] / lru["lru"] and claim["holds"] == (lru["less"] < 0)
-    assert len(rows) == 2 + 2 * len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 3 * len(OPTIONS.ratios) + 2
+    assert len(rows) == 2 + len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 3 * len(OPTIONS.ratios) + 2
+
+
+def test_times_of_the_stand_in_are_judged_by_the_same_claims(tmp_path):
+    options = StreamingOptions(
+        made_up_mb=[1], reads=8, read_repeats=2, ratios=[1.0], overlap_tokens=4, stand_in_hidden=128
+    )
+    found = streaming_stand_in.measure(options, tmp_path)
+    assert not list(tmp_path.iterdir())  # model and packs are scratch
+    rates = found["reads"]["throughput"]
+    assert [(row["place"], row["depth"]) for row in rates] == [
+        (place, depth) for place in ("pack", "made up, 1 MiB") for depth in options.depths
+    ]
+    assert [row["nbytes"] for row in rates] == [found["sizes"]["expert_bytes"]] * 2 + [1 << 20] * 2
+    assert [row["arm"] for row in found["overlap"]["rows"]] == list(streaming_stand_in.ARMS)
+    assert found["claims"] == streaming_claims.claims(found)
+    assert len(found["claims"]) == len(rates) + 3 * len(options.ratios)
+
+
+def test_a_stand_in_that_cannot_be_quantised_is_refused(tmp_path):
+    with pytest.raises(ParameterError, match="stand_in_hidden; got: 192, expected: a multiple of 128"):
+        streaming_stand_in.measure(StreamingOptions(stand_in_hidden=192), tmp_path)
 
 
 def test_a_claim_without_evidence_is_neither_held_nor_broken(figures):

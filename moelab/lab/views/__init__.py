@@ -5,14 +5,13 @@ is tested.
 """
 
 from .data import checks, coverage, coverage_grid, duplicates, leakage, set_sizes
+from .dispatch import dispatch_claims, dispatch_committed, dispatch_measured, dispatch_speed, routing_share
 from .heads import FULL, SHARED, head_bytes, head_files, head_gains, head_history
 from .policies import (
     LATE_LABELS,
     calibration_bins,
     calibration_signs,
     calibration_zero,
-    dispatch_committed,
-    dispatch_speed,
     late_errors,
     late_experts,
     late_live,
@@ -23,7 +22,6 @@ from .policies import (
     routing_picture,
     routing_quality,
     routing_sets,
-    routing_share,
 )
 from .policy_sentences import calibration_sentences, fallback_sentences, late_sentences, utility_unit
 from .prerouter import (
@@ -141,7 +139,9 @@ __all__ = [
     "contour",
     "coverage",
     "coverage_grid",
+    "dispatch_claims",
     "dispatch_committed",
+    "dispatch_measured",
     "dispatch_speed",
     "duplicates",
     "fallback_sentences",

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ... import artifacts
-
 Figures = Mapping[str, Mapping[str, Any]]
 LATE_LABELS = {
     "deadline": "reads hidden", "token time": "token-times", "value": "loss, nats a token", "se": "standard error",
@@ -212,73 +210,6 @@ def late_times(found: Figures) -> pd.DataFrame:
             for r in f["live_times"]["rows"]
         ]
     )  # fmt: skip
-
-
-def dispatch_speed(
-    experts: list[int], tokens: list[int], *, hidden: int, rounds: int, arms: tuple[str, ...] | None = None
-) -> pd.DataFrame:
-    """Dispatch timed here and now, arms in turns: medians in milliseconds, spread, and ratios of the medians."""
-    from ...policies.bench import time_dispatch
-
-    arms = arms or ("grouped", "loop", "batched")
-    out = []
-    for n in experts:
-        for t in tokens:
-            found = time_dispatch(experts=n, tokens=t, hidden=hidden, intermediate=2 * hidden, rounds=rounds, arms=arms)
-            out.append(
-                {
-                    "specialists": n, "tokens": t, "n": found["grouped"].n,
-                    **{f"{name} ms": timing.median * 1e3 for name, timing in found.items() if name != "share"},
-                    "grouped spread ms": found["grouped"].spread * 1e3,
-                    "loop / grouped": found["loop"].median / found["grouped"].median,
-                    "grouped / batched": found["grouped"].median / found["batched"].median,
-                    "route, share of grouped": found["share"].median,
-                }
-            )  # fmt: skip
-    return pd.DataFrame(out)
-
-
-def routing_share(experts: list[int], *, hidden: int, rounds: int) -> pd.DataFrame:
-    """What part of the dispatch of one token selection and capacity take, a row a policy: microseconds, medians."""
-    from ...policies.bench import dispatchers, time_dispatch
-
-    out = []
-    for n in experts:
-        for name, dispatcher in dispatchers(n).items():
-            found = time_dispatch(
-                experts=n, tokens=1, hidden=hidden, intermediate=2 * hidden, rounds=rounds, arms=("grouped",),
-                dispatcher=dispatcher,
-            )  # fmt: skip
-            out.append(
-                {
-                    "specialists": n, "policy": name, "n": found["route"].n, "route µs": found["route"].median * 1e6,
-                    "dispatch µs": found["grouped"].median * 1e6, "share": found["share"].median,
-                    "spread of share": found["share"].spread,
-                }
-            )  # fmt: skip
-    return pd.DataFrame(out)
-
-
-def dispatch_committed() -> pd.DataFrame:
-    """`reports/committed/dispatch.json`: the default policy against every arm, and the policy with most routing."""
-    rows = artifacts.read_json(artifacts.root() / "reports" / "committed" / "dispatch.json")["rows"]
-    out = []
-    for n, t in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
-        here = [row for row in rows if (row["experts"], row["tokens"]) == (n, t)]
-        arms = {row["arm"]: row for row in here if row["policy"] == "all arms"}
-        most = max((r for r in here if r["arm"] == "share" and r["policy"] != "all arms"), key=lambda r: r["median"])
-        grouped = arms["grouped"]["median"]
-        out.append(
-            {
-                "specialists": n, "tokens": t, "n": arms["grouped"]["n"],
-                **{f"{name} ms": 1e3 * arms[name]["median"] for name in ("grouped", "loop", "dense", "batched")},
-                "loop / grouped": arms["loop"]["median"] / grouped,
-                "dense / grouped": arms["dense"]["median"] / grouped,
-                "grouped / batched": grouped / arms["batched"]["median"],
-                "most routing": most["policy"], "its share": most["median"], "its n": most["n"],
-            }
-        )  # fmt: skip
-    return pd.DataFrame(out)
 
 
 def _first_budget(found: Figures):
