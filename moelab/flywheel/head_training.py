@@ -19,7 +19,6 @@ Source: edge0, prerouter; AFN-021, "Train three things separately".
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -30,6 +29,7 @@ import numpy as np
 
 from .. import artifacts, models
 from ..artifacts import Artifact
+from ..commands import Parser
 from ..errors import ContractError, GateRefusedError
 from ..models.families import RoutingFamily
 from ..params import PROFILES, Options
@@ -250,10 +250,14 @@ def compared(judged: list[Judged], held: HeldOut, top_k: int) -> list[dict[str, 
     return out
 
 
-def main(profile: str, *names: str) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Train heads and put them where `find_weights` looks first: beside each model, the reference models by default."""
-    chosen = {"models": list(names)} if names else {}
-    trained = train_heads(BaselineOptions.from_profile(profile, **chosen))
+    parser = Parser(prog="python -m moelab.flywheel.head_training", description=__doc__)
+    parser.add_argument("profile", choices=PROFILES, help="tiny or reference: how much is captured and trained on")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="names or paths (default: the embedded models)")
+    given = parser.parse_args(arguments)
+    chosen = {"models": given.models} if given.models else {}
+    trained = train_heads(BaselineOptions.from_profile(given.profile, **chosen))
     for model, artifact in trained.items():
         for name in FILES.values():
             target = models.find(models.split_budget(model)[0]) / name
@@ -267,8 +271,4 @@ def main(profile: str, *names: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train both forms of prerouter heads and put them beside each model.")
-    parser.add_argument("profile", choices=PROFILES, help="tiny or reference")
-    parser.add_argument("models", nargs="*", help="names or paths; the embedded models by default")
-    given = parser.parse_args()
-    main(given.profile, *given.models)
+    main()

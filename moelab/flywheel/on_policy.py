@@ -18,7 +18,6 @@ are fitted again on the temporal holdout, on the states that each was trained fo
 
 from __future__ import annotations
 
-import argparse
 import datetime
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +28,8 @@ import numpy as np
 
 from .. import artifacts, models
 from ..artifacts import Artifact
-from ..params import Options
+from ..commands import Parser
+from ..params import PROFILES, Options
 from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
@@ -204,18 +204,22 @@ def _plain(found: Estimate) -> dict[str, Any]:
     return {"value": found.value, "se": found.se, "n": found.n, "threads": found.clusters}
 
 
-def main(profile: str, out: str | Path) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure the reference models and write the report."""
-    found = on_policy(BaselineOptions.from_profile(profile))
+    parser = Parser(prog="python -m moelab.flywheel.on_policy", description=__doc__)
+    parser.add_argument("profile", choices=PROFILES, help="tiny or reference: the snapshot and heads to start from")
+    parser.add_argument("out", type=Path, metavar="OUT", help="JSON file to write")
+    given = parser.parse_args(arguments)
+    found = on_policy(BaselineOptions.from_profile(given.profile))
     rows = [{"model": m, **row} for m, a in found.items() for row in artifacts.read_json(a.file(TABLE))]
     report = {
         "schema_version": 1,
-        "command": f"python -m moelab.flywheel.on_policy {profile} OUT.json",
+        "command": f"python -m moelab.flywheel.on_policy {given.profile} OUT.json",
         "date": datetime.date.today().isoformat(),
         "recipe": asdict(OnPolicyRecipe()),
         "rows": rows,
     }
-    artifacts.write_json(Path(out), report)
+    artifacts.write_json(given.out, report)
     for line in lines(rows):
         print(line)
 
@@ -230,8 +234,4 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Go on training heads on the states that their own predictions make.")
-    parser.add_argument("profile", help="tiny or reference")
-    parser.add_argument("out", type=Path, help="JSON file to write")
-    given = parser.parse_args()
-    main(given.profile, given.out)
+    main()

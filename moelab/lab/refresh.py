@@ -1,4 +1,6 @@
-"""Refresh what is committed of a notebook: `python -m moelab.lab.refresh notebooks/NN_name.ipynb ...`
+"""Refresh what is committed of a notebook.
+
+    python -m moelab.lab.refresh notebooks/90_gate_report.ipynb     executed with its defaults, and rewritten in place
 
 A committed notebook keeps the outputs of its checked cells only (tag `nbval-check-output`: verdicts and
 small deterministic tables of the tiny profile). Figures, times and everything else belong to reports. nbval
@@ -7,13 +9,13 @@ compares a cell only if it has an execution count, so checked cells keep theirs 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 
+from ..commands import Parser
 from ..errors import ContractError, MoelabError
 from . import notebooks
 from .execute import execute
@@ -67,9 +69,7 @@ def _bare(output):
 
 def main(arguments: list[str]) -> int:
     """Exit code 0; 3 for a notebook that is refused or fails, as `moelab` has it. The notebooks before it are done."""
-    parser = argparse.ArgumentParser(
-        prog="python -m moelab.lab.refresh", description="Execute notebooks and keep what is checked."
-    )
+    parser = Parser(prog="python -m moelab.lab.refresh", description=__doc__)
     parser.add_argument("notebooks", nargs="+", type=Path, metavar="NOTEBOOK", help="notebook to execute and rewrite")
     for path in parser.parse_args(arguments).notebooks:
         print(path, flush=True)

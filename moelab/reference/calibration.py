@@ -13,7 +13,6 @@ the first 156 rows of a window and score the last 128 of them, the length of the
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..artifacts import digest_file, read_json, write_json
+from ..commands import Parser
 from ..errors import MissingArtifactError
 from ..routes import PREFILLED, Routes, read_trace
 from .corpus import read_corpus
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
     from ..models import find
     from .card import write_tables
 
-    parser = argparse.ArgumentParser(prog="python -m moelab.reference.calibration", description=__doc__)
+    parser = Parser(prog="python -m moelab.reference.calibration", description=__doc__)
     parser.add_argument("models", nargs="+", help="names under artifacts/models, or checkpoint folders")
     parser.add_argument("--data", default=os.environ.get("MOELAB_DATA"), help="folder with corpus/ and traces/")
     parser.add_argument("--windows", type=int, default=64, help="windows a domain")

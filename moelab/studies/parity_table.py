@@ -13,7 +13,6 @@ and casts the result back; such cells are marked, since they are not what a GPU 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from .. import artifacts, models
+from ..commands import Parser
 from ..errors import UnsupportedModelError
 
 PRECISIONS = ("float32", "float16", "bfloat16", "4-bit", "8-bit")
@@ -159,11 +159,11 @@ def _say(_: int, message: dict[str, int]) -> None:
     print(f"{message['done']} of {message['total']} families", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Prefill against decode over families, precisions and BLAS libraries.")
-    parser.add_argument("out", type=Path, help="JSON file to write")
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES), help="model types, all by default")
-    options = parser.parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser(prog="python -m moelab.studies.parity_table", description=__doc__)
+    parser.add_argument("out", type=Path, metavar="OUT", help="JSON file to write")
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), help="model types (default: all)")
+    options = parser.parse_args(arguments)
     found = table(tuple(options.families))
     artifacts.write_json(options.out, found)
     for row in found["cells"]:

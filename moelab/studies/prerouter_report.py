@@ -5,13 +5,13 @@ python -m moelab.studies.prerouter_report reference     about ten minutes a mode
 
 from __future__ import annotations
 
-import argparse
 import datetime
 from pathlib import Path
 from typing import Any
 
 from .. import artifacts, models
 from ..artifacts import Artifact
+from ..commands import Parser
 from ..flywheel.capture import CaptureOptions, capture
 from ..params import PROFILES
 
@@ -39,8 +39,11 @@ def measure(options: CaptureOptions, observed: dict[str, Artifact]) -> dict[str,
     return found
 
 
-def main(profile: str) -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, and write the report. At the tiny profile it is printed only."""
+    parser = Parser(prog="python -m moelab.studies.prerouter_report", description=__doc__)
+    parser.add_argument("profile", choices=PROFILES, help="reference writes the report, tiny prints it")
+    profile = parser.parse_args(arguments).profile
     options = CaptureOptions.from_profile(profile)
     found = measure(options, capture(options))
     if profile == "reference":
@@ -49,6 +52,4 @@ def main(profile: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What a prerouter buys: six idle minutes a model.")
-    parser.add_argument("profile", choices=PROFILES, help="reference writes the report, tiny prints it")
-    main(parser.parse_args().profile)
+    main()

@@ -10,7 +10,6 @@ are seen to be what the engine does.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from .. import artifacts, models, quiet
+from ..commands import Parser
 from ..errors import ParameterError
 from ..flywheel import stage
 from ..flywheel.baselines import BaselineOptions, Upstream, upstream
@@ -264,11 +264,11 @@ def report(found: dict[str, dict[str, Any]], profile: str, out: str | Path) -> N
     artifacts.write_json(Path(out), head | {"models": part})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Notebook 81 with more thresholds, K and texts.")
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser(prog="python -m moelab.studies.prerouter_study", description=__doc__)
     parser.add_argument("profile", choices=PROFILES, help="of the recorded decode and heads: tiny or reference")
-    parser.add_argument("out", type=Path, help="JSON file to write")
-    given = parser.parse_args()
+    parser.add_argument("out", type=Path, metavar="OUT", help="JSON file to write")
+    given = parser.parse_args(arguments)
     report(modes(PrerouterOptions.from_profile(given.profile, **WIDER)), given.profile, given.out)
 
 

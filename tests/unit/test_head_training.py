@@ -180,7 +180,7 @@ def test_the_command_puts_files_beside_the_models_it_is_given(monkeypatch, tmp_p
         return {str(model): SimpleNamespace(file=lambda name: made / name)}
 
     monkeypatch.setattr(head_training, "train_heads", train)
-    head_training.main("reference", str(model))
+    head_training.main(["reference", str(model)])
     assert asked == [("reference", [str(model)])]
     assert all((model / name).read_bytes() == name.encode() for name in FILES.values())
     assert "+0.1000 ± 0.0100" in capsys.readouterr().out

@@ -326,9 +326,9 @@ def test_the_report_is_read_as_it_was_written(monkeypatch, tmp_path, capsys):
         prerouter_report, "capture", lambda options: dict.fromkeys(options.models, SimpleNamespace(path=0))
     )
     monkeypatch.setattr(prerouter_report.models, "run_workers", run_workers)
-    prerouter_report.main("tiny")
+    prerouter_report.main(["tiny"])
     assert prerouter_report.committed() is None and "this" in capsys.readouterr().out
-    prerouter_report.main("reference")
+    prerouter_report.main(["reference"])
     report = prerouter_report.committed()
     assert report["command"] == prerouter_report.COMMAND and report["models"]["sigmoid"] == {"claims": [claim]}
     assert asked[-1] == (gain_study.committed_model, "sigmoid", gain_study.QUIET)

@@ -1,4 +1,6 @@
-"""One arm, one prompt, one process: `python -m moelab.lab.peers.worker REQUEST.json`.
+"""One arm, one prompt, one process. `stage` starts them; a request that it wrote can be run again by hand:
+
+    python -m moelab.lab.peers.worker REQUEST.json
 
 Bytes and times are stamped as each token arrives, so decode is what lies between the first token and the last;
 loading and the prompt's pass are outside it. An error is not caught: the caller shows its last lines.
@@ -6,12 +8,12 @@ loading and the prompt's pass are outside it. An error is not caught: the caller
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import msgspec
 
+from ...commands import Parser
 from ...disk import device_bytes
 from ...files import digest_json, write_bytes
 from .arms import ARMS, Request
@@ -76,10 +78,13 @@ def run(request: Request) -> Answer:
     )
 
 
-def main(path: str) -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = Parser(prog="python -m moelab.lab.peers.worker", description=__doc__)
+    parser.add_argument("request", metavar="REQUEST", help="JSON file of a `Request`; it names where the result goes")
+    path = parser.parse_args(arguments).request
     request = msgspec.json.decode(Path(path).read_bytes(), type=Request)
     write_bytes(request.result, msgspec.json.encode(run(request)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
