@@ -36,7 +36,7 @@ PRECISION = "float32"
 
 
 def stand_in(options: StreamingOptions) -> dict[str, Any]:
-    """Figures of the stand-in: `sizes`, `reads`, `overlap` and `claims`, as `streaming_study.streaming` gives them."""
+    """Figures of the stand-in: `expert_bytes`, `reads`, `overlap` and `claims`, as `streaming_study.streaming` gives them."""
     (path,) = models.run_workers(_build, [{"options": options}], blas="auto", workers=1)
     return artifacts.read_json(path / RESULT)
 
@@ -50,7 +50,7 @@ def _build(options: StreamingOptions) -> Path:
     def make(folder: Path) -> Mapping[str, Any]:
         found = measure(options, folder)
         artifacts.write_json(folder / RESULT, found)
-        return {"content": artifacts.digest_json(found["sizes"])}
+        return {"content": artifacts.digest_json(found["expert_bytes"])}
 
     asked = ("seed", "reads", "read_repeats", "depths", "made_up_mb", "stand_in_hidden")
     asked += ("ratios", "overlap_tokens", "overlap_repeats", "overlap_cycles")
@@ -110,7 +110,7 @@ def measure(options: StreamingOptions, folder: Path) -> dict[str, Any]:
                 arms=ARMS,
             )  # fmt: skip
         figures = {
-            "sizes": {"expert_bytes": read[0][2].nbytes(0), "layers": store.layers},
+            "expert_bytes": read[0][2].nbytes(0),
             "reads": {"throughput": rates, "amplification": []},
             "overlap": overlapped,
         }

@@ -222,7 +222,7 @@ def test_times_of_the_stand_in_are_judged_by_the_same_claims(tmp_path):
     assert [(row["place"], row["depth"]) for row in rates] == [
         (place, depth) for place in ("pack", "made up, 1 MiB") for depth in options.depths
     ]
-    assert [row["nbytes"] for row in rates] == [found["sizes"]["expert_bytes"]] * 2 + [1 << 20] * 2
+    assert [row["nbytes"] for row in rates] == [found["expert_bytes"]] * 2 + [1 << 20] * 2
     assert [row["arm"] for row in found["overlap"]["rows"]] == list(streaming_stand_in.ARMS)
     assert found["claims"] == streaming_claims.claims(found)
     assert len(found["claims"]) == len(rates) + 3 * len(options.ratios)
