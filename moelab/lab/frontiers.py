@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import seaborn as sns
 
-from .plots import Figure, _checked, _colours, _new, _order, _parts, readable
+from .drawing import Figure, checked, colours, labels_of, new_figure, parts, readable
 
 __all__ = ["frontier"]
 
@@ -19,9 +19,9 @@ def frontier(
 ) -> Figure:
     """A point a row: its area says `size`, a colour and a shape name its `hue` value; `panel` values, two a row, share
     the time axis and the area's scale."""
-    frame = _checked(frame, [x, y, size], hue, panel)
-    panels, order = _parts(frame, panel, _order(frame, panel)), _order(frame, hue)
-    figure, _ = _new(alt, "")
+    frame = checked(frame, [x, y, size], hue, panel)
+    panels, order = parts(frame, panel, labels_of(frame, panel)), labels_of(frame, hue)
+    figure, _ = new_figure(alt, "")
     figure.clear()
     rows = -(-len(panels) // 2)
     figure.set_size_inches(figure.get_size_inches()[0] * 1.45, 3.2 * rows + 0.6)
@@ -31,7 +31,7 @@ def frontier(
     low, high = float(frame[size].min()), float(frame[size].max())
     shapes = {label: MARKERS[k % len(MARKERS)] for k, label in enumerate(order)}
     for axes, (name, part) in zip(every, panels, strict=False):
-        for colour, label in zip(_colours(order), order, strict=True):
+        for colour, label in zip(colours(order), order, strict=True):
             some = part[part[hue] == label]
             share = (some[size] - low) / (high - low) if high > low else some[size] * 0
             area = AREAS[0] + (AREAS[1] - AREAS[0]) * share
@@ -45,7 +45,7 @@ def frontier(
         axes.set_visible(False)
     handles = [
         figure.axes[0].scatter([], [], marker=shapes[label], color=colour, edgecolor="black", label=label)
-        for colour, label in zip(_colours(order), order, strict=True)
+        for colour, label in zip(colours(order), order, strict=True)
     ]
     for value in (low, high):
         area = AREAS[0] if value == low else AREAS[1]

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from moelab.errors import ContractError
-from moelab.lab import plots
+from moelab.lab import drawing, plots
 
 ALT = "Recall by candidates"
 
@@ -101,7 +101,7 @@ def test_titles_in_any_script_draw_without_a_warning(frame):
         plots.heatmap(strange, x="k", y="control", value="recall", alt=ALT),
     ):
         draw(figure)
-    assert plots.readable("é ü ж λ 学🦊") == "é ü ж λ □□"
+    assert drawing.readable("é ü ж λ 学🦊") == "é ü ж λ □□"
 
 
 def test_categories_from_parquet_keep_their_order(frame, tmp_path):
