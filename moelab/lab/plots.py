@@ -20,6 +20,7 @@ from .drawing import (
     finish,
     given,
     grid,
+    labels_of,
     new_figure,
     parts,
     readable,
