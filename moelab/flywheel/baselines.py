@@ -23,6 +23,7 @@ from .batches import BatchShape
 from .capture import CaptureOptions, capture
 from .controls import AdjacentLayer, Control, DecayedHistory, EarlyGate, Popularity, PreviousToken, Random, Recency
 from .cooccurrence import CombinedCoOccurrence, CoOccurrence
+from .dataset import Dataset, open_dataset
 from .engine import opened
 from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import ARMS, early_gate, known_layers, regenerate
@@ -30,7 +31,7 @@ from .metrics import union_growth
 from .observations import Records
 from .qualification import ReplayOptions
 from .replay import replay
-from .snapshot import Dataset, SnapshotOptions, open_dataset, snapshot
+from .snapshot import SnapshotOptions, snapshot
 
 TABLE, RANKS, UNION = "table.json", "ranks.safetensors", "union.json"
 

@@ -19,10 +19,10 @@ from ..artifacts import read_tensors, write_tensors
 from ..errors import ContractError
 from ..routes import DECODED, PREFILLED, Routes
 from .calibration import calibration, conformal_candidates
+from .dataset import Dataset
 from .estimates import Estimate
 from .metrics import by_group, by_layer, rank_blocks, summarise
 from .residency import Visits, replay
-from .snapshot import Dataset
 from .waste import miss_waste
 
 LATER = "without the first layer"

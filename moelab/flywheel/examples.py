@@ -26,8 +26,8 @@ import numpy as np
 
 from ..errors import ContractError, ParameterError
 from .batches import BatchShape, replay
+from .dataset import Dataset
 from .observations import Records
-from .snapshot import Dataset
 from .train import Examples
 
 if TYPE_CHECKING:

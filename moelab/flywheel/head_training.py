@@ -39,6 +39,7 @@ from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
 from .calibrate import calibrate
+from .dataset import Dataset
 from .engine import opened
 from .estimates import Estimate, paired_difference
 from .evaluation import HeldOut, Judged, judge, write_ranks
@@ -46,7 +47,6 @@ from .examples import regenerate
 from .head_examples import HORIZON, HeadRows, consumers, head_rows, on_layers
 from .head_recipe import HeadRecipe, head_controls, recalled, tier_of, weight_scale
 from .observations import Records
-from .snapshot import Dataset
 from .train import Examples, Recipe, fit
 from .training import TrainingOptions, labels_status
 

@@ -19,13 +19,14 @@ from ..artifacts import Artifact
 from . import stage
 from .capture import CaptureOptions, capture
 from .controls import used
+from .dataset import WINDOWS, Dataset, open_dataset
 from .engine import opened
 from .estimates import Estimate
 from .metrics import ranks, recall
 from .observations import Records
 from .qualification import ReplayOptions
 from .replay import replay
-from .snapshot import WINDOWS, Dataset, SnapshotOptions, open_dataset, snapshot
+from .snapshot import SnapshotOptions, snapshot
 from .split import SETS
 
 RESULT = "leakage.json"

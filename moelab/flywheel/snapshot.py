@@ -3,7 +3,7 @@
 Sets were assigned by owner when the decode was captured (`split`), before any window existed. Here each
 sequence is cut into windows, which are *index ranges* into rows replayed with their full prefix, never a
 re-run of a truncated text; windows that repeat text of a better protected set are dropped (`dedup`); and
-everything that Gate 2 asks is counted. A predictor is trained on a snapshot and on nothing else.
+everything that Gate 2 asks is counted. A predictor is trained on a snapshot and on nothing else (`dataset` opens one).
 
 Edge sequences serve Gate 1 only. Of a sequence that the model wrote itself, only the decoded rows count:
 its prompt is already there in the forced sequence of the same thread.
@@ -29,6 +29,7 @@ from ..routes import DECODED, Routes
 from ..threads import SYSTEM
 from . import dedup, stage
 from .capture import CaptureOptions, capture
+from .dataset import WINDOWS
 from .engine import opened
 from .gates import Verdict, gate2
 from .observations import Records
@@ -38,7 +39,7 @@ from .replay import read_routes, replay
 from .split import HOLDOUT_ORDER, SETS
 from .vault import check_authorised
 
-WINDOWS, COVERAGE, CHECKS, DUPLICATES = "windows.safetensors", "coverage.json", "checks.json", "duplicates.json"
+COVERAGE, CHECKS, DUPLICATES = "coverage.json", "checks.json", "duplicates.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +51,6 @@ class SnapshotOptions(Options):
     smallest_validation_owners: int = param(2, "owners that the validation set needs", min=1)
     smallest_validation_threads: int = param(2, "threads that the validation set needs", min=1)
     smallest_train_tokens: int = param(300, "tokens that the training set needs", min=1)
-
-
-# ---------------------------------------------------------------- building
 
 
 def snapshot(options: SnapshotOptions, *, on_progress: stage.Progress | None = None) -> dict[str, Artifact]:
@@ -279,56 +277,3 @@ def verdict(model: str, artifact: Artifact, options: SnapshotOptions) -> Verdict
         inputs={"snapshot": artifact.content, **artifact.manifest.inputs},
         runtime=artifact.manifest.params["runtime"],
     )
-
-
-# ---------------------------------------------------------------- reading
-
-
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """A snapshot opened for use.
-
-    Attributes:
-        routes: all replayable rows, full prefixes included.
-        table: one entry a sequence; `routes.thread` indexes it.
-        set_of_row: `i8[T]`, index into `SETS`, -1 for rows in no window.
-        artifact: the snapshot; its `content` is what a predictor is bound to.
-        exact: whether replayed labels come from an identity that passed Gate 1.
-    """
-
-    routes: Routes
-    table: list[dict[str, Any]]
-    set_of_row: np.ndarray
-    artifact: Artifact
-    exact: bool
-
-    def rows(self, name: str, *, decoded: bool = False) -> np.ndarray:
-        """`bool[T]`: rows of a set; with `decoded`, only those that a real decode labelled."""
-        mask = self.set_of_row == SETS.index(name)
-        return mask & (self.routes.phase == DECODED) if decoded else mask
-
-    def of_thread(self, field: str) -> np.ndarray:
-        """`[T]` a table field for every row (owner, domain, language, …)."""
-        return np.array([str(entry[field]) for entry in self.table])[self.routes.thread]
-
-
-def open_dataset(snapshot: Artifact, routes: Artifact) -> Dataset:
-    """Rows, sets and table of a snapshot.
-
-    Raises:
-        OwnershipError: the routes are not those that the snapshot was made of.
-    """
-    if snapshot.manifest.inputs["routes"] != routes.content:
-        raise OwnershipError(
-            "routes of another snapshot",
-            file=routes.path,
-            field="content",
-            got=routes.content,
-            expected=snapshot.manifest.inputs["routes"],
-        )
-    rows, table = read_routes(routes)
-    windows, _ = artifacts.read_tensors(snapshot.file(WINDOWS))
-    set_of_row = np.full(rows.tokens, -1, np.int8)
-    for start, stop, name in zip(windows["start"], windows["stop"], windows["set"], strict=True):
-        set_of_row[start:stop] = name
-    return Dataset(rows, table, set_of_row, snapshot, bool(routes.manifest.params["exact"]))

@@ -25,6 +25,7 @@ from ..routes import CAPTURED, Routes
 from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
+from .dataset import Dataset
 from .engine import opened
 from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import (
@@ -43,7 +44,6 @@ from .head_recipe import HeadRecipe
 from .metrics import ranks
 from .observations import Records
 from .predictors import NearTermPredictor, PredictorIdentity
-from .snapshot import Dataset
 from .train import Examples, Recipe, fit
 
 TABLE, RANKS, HISTORY = "table.json", "ranks.safetensors", "history.json"

@@ -28,6 +28,7 @@ from ..artifacts import Artifact
 from ..flywheel.batches import BatchShape
 from ..flywheel.controls import PreviousToken
 from ..flywheel.cooccurrence import CoOccurrence
+from ..flywheel.dataset import Dataset
 from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
 from ..flywheel.evaluation import HeldOut
 from ..flywheel.examples import ARMS, early_gate, regenerate
@@ -36,7 +37,6 @@ from ..flywheel.head_recipe import tier_of
 from ..flywheel.head_training import FILES
 from ..flywheel.metrics import ranks
 from ..flywheel.observations import Records
-from ..flywheel.snapshot import Dataset
 from ..prerouter import TorchHeads, read_heads
 
 if TYPE_CHECKING:

@@ -24,11 +24,11 @@ from ..errors import ParameterError
 from ..flywheel import stage
 from ..flywheel.baselines import BaselineOptions, Upstream, upstream
 from ..flywheel.batches import BatchShape
+from ..flywheel.dataset import Dataset
 from ..flywheel.engine import opened
 from ..flywheel.head_recipe import tier_of
 from ..flywheel.head_training import FILES, train_heads
 from ..flywheel.observations import Records
-from ..flywheel.snapshot import Dataset
 from ..params import PROFILES, Options, param
 from .routing import Clock
 

@@ -72,7 +72,7 @@ def records(inside, captured):
 @pytest.fixture
 def dataset(inside, routed, snapped):
     from moelab import artifacts
-    from moelab.flywheel.snapshot import open_dataset
+    from moelab.flywheel.dataset import open_dataset
 
     return open_dataset(artifacts.open_artifact(snapped), artifacts.open_artifact(routed))
 

@@ -11,9 +11,10 @@ from moelab.errors import OwnershipError
 from moelab.flywheel import dedup, snapshot
 from moelab.flywheel.batches import BatchShape
 from moelab.flywheel.capture import capture_model
+from moelab.flywheel.dataset import WINDOWS, open_dataset
 from moelab.flywheel.examples import ARMS, early_gate, examples, known_layers, regenerate, shifted
 from moelab.flywheel.replay import read_routes, replay_model
-from moelab.flywheel.snapshot import CHECKS, COVERAGE, DUPLICATES, WINDOWS, open_dataset, snapshot_model
+from moelab.flywheel.snapshot import CHECKS, COVERAGE, DUPLICATES, snapshot_model
 from moelab.flywheel.split import SETS
 from moelab.routes import DECODED
 

@@ -7,11 +7,12 @@ from streamed_cases import expert_bytes, streamed
 from moelab import artifacts
 from moelab.flywheel import capture, qualification, replay
 from moelab.flywheel.capture import capture_model
+from moelab.flywheel.dataset import open_dataset
 from moelab.flywheel.examples import regenerate
 from moelab.flywheel.observations import Records
 from moelab.flywheel.qualification import COUNTS, qualify_model, verdict
 from moelab.flywheel.replay import read_routes, replay_model
-from moelab.flywheel.snapshot import open_dataset, snapshot_model
+from moelab.flywheel.snapshot import snapshot_model
 from moelab.models import load
 
 KINDS = ("resident", "streamed")
