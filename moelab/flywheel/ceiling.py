@@ -33,32 +33,14 @@ from .gates import Verdict, gate0
 from .observations import Records
 from .observe import Observation
 from .residency import Visits, replay
+from .systems import SYSTEMS, System
 
 RESULT = "ceiling.json"
 FIGURES_VERSION = 3
 """Raise when `_study` writes other figures, so that older artefacts are not taken for these."""
 
-
-@dataclass(frozen=True)
-class System:
-    """A published system: read time ÷ compute time of a token at a cache share, and whose figures they are."""
-
-    name: str
-    read_to_compute: float
-    cache_fraction: float
-    source: str
-
-
 MACHINE = "this machine"
 """Judged on the disk and compute measured here: what to ask of a model of your own."""
-SYSTEMS = {
-    system.name: system
-    for system in (
-        System("MER, Qwen3-Coder-30B", 231.9 / 60.1, 0.125, "231.9 s of 292 s waiting for experts at 12.5 % residency"),
-        System("Edge0, 35B on M4 Pro", 9.8 / 42.86, 0.25, "9.8 ms of 52.66 ms a step loading experts"),
-        System("Hebrus, M5 Pro", 6.39 / 66.94, 0.5, "6.39 ms of 73.33 ms a token in pread"),
-    )
-}
 
 
 @dataclass(frozen=True, kw_only=True)

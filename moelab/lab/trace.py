@@ -20,6 +20,7 @@ from ..flywheel import bounds, ceiling
 from ..flywheel.foresight import Lookahead, Opt
 from ..flywheel.gates import FAIL, PASS, Verdict, gate0
 from ..flywheel.residency import Visits
+from ..flywheel.systems import SYSTEMS
 from ..routes import DECODED, PREFILLED, Routes, read_trace
 from ..streaming.cache.eviction import Lru
 from .report import show
@@ -129,7 +130,7 @@ class Study:
         lines = [
             "at the ratio of a published system: I/O share of a token, most that prefetch can give, precision needed"
         ]
-        for system in ceiling.SYSTEMS.values():
+        for system in SYSTEMS.values():
             found = self._at(system.cache_fraction, system.read_to_compute)
             lines.append(f"   {system.name}, {system.cache_fraction:.0%} in memory: {_bound(found)}")
         return lines
@@ -141,7 +142,7 @@ class Study:
 
     def judge(self, name: str, cache: float | None, compute_ms: float | None, say) -> Verdict:
         """Gate 0 at this machine's disk where compute time is known, else at a published system's ratio."""
-        system = ceiling.SYSTEMS[self.options.system]
+        system = SYSTEMS[self.options.system]
         share = cache or system.cache_fraction
         if compute_ms is None:
             say(f"judged at   the ratio of {system.name}, {share:.0%} in memory (--compute-ms judges your own)")

@@ -29,10 +29,10 @@ from .. import artifacts, models, quiet
 from ..errors import ContractError, RecordError
 from ..flywheel import stage
 from ..flywheel.capture import CaptureOptions, capture
-from ..flywheel.ceiling import SYSTEMS
 from ..flywheel.engine import opened
 from ..flywheel.head_training import FILES, train_heads
 from ..flywheel.observations import Records
+from ..flywheel.systems import SYSTEMS
 from ..prerouter.files import find_weights
 from ..streaming.cache.eviction import DEFAULT
 from .prerouter_claims import claims
@@ -52,7 +52,7 @@ class GainPlan:
 
     Attributes:
         cycles, ratios: caches in token cycles × reads ÷ compute of `off`: every pair is measured.
-        systems: of `ceiling.SYSTEMS`, measured and simulated at their cache share and ratio; this machine's own disk
+        systems: of `flywheel.systems`, measured and simulated at their cache share and ratio; this machine's own disk
             is measured at the first one's cache.
         texts: that count, after one that does not. prompt, tokens: of each, prefilled, and decoded and counted.
         simulated: texts in the simulator, of `simulated_tokens`; `layers`: multiples of the model's own, simulated

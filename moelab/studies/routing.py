@@ -29,8 +29,8 @@ import numpy as np
 from .. import artifacts, models
 from ..flywheel import stage
 from ..flywheel.capture import facts, living
-from ..flywheel.ceiling import SYSTEMS
 from ..flywheel.split import assign
+from ..flywheel.systems import SYSTEMS
 from ..flywheel.vault import Vault
 from ..params import Options, param
 from ..threads import read, render_sequences

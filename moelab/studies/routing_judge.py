@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..flywheel.ceiling import SYSTEMS
 from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
 from ..flywheel.residency import Visits, replay
+from ..flywheel.systems import SYSTEMS
 from ..policies import degrade
 from ..specialists.availability import available_by_token
 from ..specialists.native import NativeTokens

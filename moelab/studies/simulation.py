@@ -10,7 +10,7 @@ Three studies, none of which needs the engine to run:
   cache that its wrong reads displace, behind a queue that they fill. Beside it the fluid model of Gate 0.
 
 The embedded models' experts are tiny, so the device is slowed until reads take as long, against compute, as in a
-named system (`ceiling.SYSTEMS`). A token computes for one second: times are shares of that.
+named system (`flywheel.systems`). A token computes for one second: times are shares of that.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from .. import artifacts, models
 from ..flywheel import stage
 from ..flywheel.breakeven import break_even
 from ..flywheel.capture import CaptureOptions, capture
-from ..flywheel.ceiling import SYSTEMS, routes_of
+from ..flywheel.ceiling import routes_of
 from ..flywheel.engine import opened
 from ..flywheel.foresight import Opt
 from ..flywheel.observations import Records
 from ..flywheel.residency import Visits, replay
+from ..flywheel.systems import SYSTEMS
 from ..params import Options, param
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming.cache import eviction

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from moelab.flywheel.ceiling import SYSTEMS
+from moelab.flywheel.systems import SYSTEMS
 from moelab.routes import DECODED, read_trace
 from moelab.streaming.schedule.prefetch import ISSUE
 from moelab.studies.prerouter_depth import Answer, Bench
