@@ -21,7 +21,8 @@ from mlx.utils import tree_flatten
 from ..errors import ParameterError
 from ..files import write_json
 from .blocks import find_blocks
-from .tiny_configs import COMMON, FAMILIES, HIDDEN
+from .tiny_configs import FAMILIES
+from .tiny_parts import COMMON, HIDDEN
 
 ROLE_TOKENS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>")
 

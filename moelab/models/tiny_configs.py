@@ -1,93 +1,26 @@
-"""Configurations of the tiny models: what all share, and what each family changes or adds."""
+"""Configurations of the tiny models: what each family changes of what all share (`tiny_parts`), or adds to it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-VOCABULARY, HIDDEN, EXPERTS, TOP_K = 264, 64, 16, 4
-
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": TOP_K,
-    "num_experts_per_token": TOP_K,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "num_expert_group": 4,
-    "first_k_dense_replace": 1,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "partial_rotary_factor": 0.5,
-}
-_LATENT_ATTENTION = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-}
-_INDEXER = {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 32}
-_DELTA_ATTENTION = {
-    "linear_attn_config": {
-        "kda_layers": [1, 2],
-        "full_attn_layers": [3],
-        "num_heads": 4,
-        "head_dim": 32,
-        "short_conv_kernel_size": 4,
-    },
-}
-_LINEAR_ATTENTION = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 16,
-    "linear_conv_kernel_dim": 4,
-    "num_hidden_layers": 4,
-}
-_MAMBA = {
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_d_conv": 4,
-    "mamba_n_groups": 1,
-    "mamba_proj_bias": False,
-    "mamba_conv_bias": True,
-}
-_GRANITE = {
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.25,
-    "logits_scaling": 6.0,
-    "residual_multiplier": 0.22,
-    "intermediate_size": 32,
-    "tie_word_embeddings": True,
-}
+from .tiny_parts import (
+    DELTA_ATTENTION,
+    EXPERTS,
+    GRANITE,
+    HIDDEN,
+    INDEXER,
+    LATENT_ATTENTION,
+    LINEAR_ATTENTION,
+    MAMBA,
+    TOP_K,
+    VOCABULARY,
+)
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Klear": {},
     "afmoe": {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_dense_layers": 1},
-    "bailing_hybrid": {**_LATENT_ATTENTION, "layer_group_size": 3, "group_norm_size": 2, "num_key_value_heads": 4},
+    "bailing_hybrid": {**LATENT_ATTENTION, "layer_group_size": 3, "group_norm_size": 2, "num_key_value_heads": 4},
     "bailing_moe": {"score_function": "sigmoid", "moe_router_enable_expert_bias": True},
     "bailing_moe_linear": {
         "score_function": "sigmoid",
@@ -96,7 +29,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "group_norm_size": 2,
         "num_key_value_heads": 4,
     },
-    "bailing_moe_v3": {**_LATENT_ATTENTION, "layer_group_size": 3},
+    "bailing_moe_v3": {**LATENT_ATTENTION, "layer_group_size": 3},
     "dbrx": {
         "d_model": HIDDEN,
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
@@ -106,12 +39,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek": {"moe_layer_freq": 1, "num_key_value_heads": 4},
     "deepseek_v2": {
-        **_LATENT_ATTENTION,
+        **LATENT_ATTENTION,
         "topk_method": "group_limited_greedy",
         "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "mscale_all_dim": 0},
     },
-    "deepseek_v3": {**_LATENT_ATTENTION},
-    "deepseek_v32": {**_LATENT_ATTENTION, **_INDEXER},
+    "deepseek_v3": {**LATENT_ATTENTION},
+    "deepseek_v32": {**LATENT_ATTENTION, **INDEXER},
     "deepseek_v41": {
         "num_key_value_heads": 1,
         "q_lora_rank": 32,
@@ -146,20 +79,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "glm4_moe": {"use_qk_norm": True},
-    "glm4_moe_lite": {**_LATENT_ATTENTION},
+    "glm4_moe_lite": {**LATENT_ATTENTION},
     "glm_moe_dsa": {
-        **_LATENT_ATTENTION,
-        **_INDEXER,
+        **LATENT_ATTENTION,
+        **INDEXER,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "moe_layer_freq": 1,
         "rope_parameters": {"rope_theta": 10000.0},
     },
     "gpt_oss": {"intermediate_size": 32, "sliding_window": 16, "num_hidden_layers": 4},
-    "granitemoe": _GRANITE,
+    "granitemoe": GRANITE,
     "granitemoehybrid": {
-        **_GRANITE,
-        **_MAMBA,
+        **GRANITE,
+        **MAMBA,
         "layer_types": ["mamba", "attention", "mamba"],
         "shared_intermediate_size": 32,
     },
@@ -182,11 +115,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mamba_expand": 2,
         "intermediate_size": 32,
     },
-    "kimi_k25": {"text_config": {**_LATENT_ATTENTION}},
+    "kimi_k25": {"text_config": {**LATENT_ATTENTION}},
     "kimi_k3": {
         "text_config": {
-            **_LATENT_ATTENTION,
-            **_DELTA_ATTENTION,
+            **LATENT_ATTENTION,
+            **DELTA_ATTENTION,
             "activation_situ_beta": 4.0,
             "activation_situ_linear_beta": 25.0,
             "attn_res_block_size": 2,
@@ -195,8 +128,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "mla_use_output_gate": True,
         }
     },
-    "kimi_linear": {**_LATENT_ATTENTION, **_DELTA_ATTENTION, "model_max_length": 2048},
-    "kimi_vl": {"text_config": {**_LATENT_ATTENTION}},
+    "kimi_linear": {**LATENT_ATTENTION, **DELTA_ATTENTION, "model_max_length": 2048},
+    "kimi_vl": {"text_config": {**LATENT_ATTENTION}},
     "laguna": {"mlp_layer_types": ["dense", "sparse", "sparse"], "moe_router_logit_softcapping": 30.0},
     "lfm2_moe": {
         "use_expert_bias": True,
@@ -219,7 +152,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "longcat_flash": {
-        **_LATENT_ATTENTION,
+        **LATENT_ATTENTION,
         "attention_method": "MLA",
         "zero_expert_type": "identity",
         "zero_expert_num": 4,
@@ -261,7 +194,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
     },
     "mistral4": {
-        **_LATENT_ATTENTION,
+        **LATENT_ATTENTION,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -311,10 +244,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2_moe": {},
     "qwen3_5_moe": {
-        "text_config": {**_LINEAR_ATTENTION, "model_type": "qwen3_5_moe_text", "full_attention_interval": 2}
+        "text_config": {**LINEAR_ATTENTION, "model_type": "qwen3_5_moe_text", "full_attention_interval": 2}
     },
     "qwen3_moe": {},
-    "qwen3_next": {**_LINEAR_ATTENTION, "full_attention_interval": 2},
+    "qwen3_next": {**LINEAR_ATTENTION, "full_attention_interval": 2},
     "qwen3_vl_moe": {"text_config": {"model_type": "qwen3_vl_moe_text"}},
     "solar_open": {},
     "step3p5": {
