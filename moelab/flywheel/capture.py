@@ -4,7 +4,7 @@ Prompts are fed in chunks and decoded tokens one at a time through the model's c
 which was which (`phase`). Three kinds of sequence are captured:
 
 * `forced-n`: along a thread's own text, its assistant turns decoded in the sets that ask for it;
-* `sampled-n`: the model writes the assistant turns itself, from a seed that is a function of thread and turn;
+* `sampled-n`: the model writes the assistant turns itself (`sampling`);
 * `edge-…`: prompts of awkward lengths (see `plan.edges`).
 
 Each finished sequence is encrypted under its thread's key, written aside and renamed. A capture killed at
@@ -24,12 +24,13 @@ from .. import artifacts, models
 from ..artifacts import Artifact
 from ..errors import RecordError
 from ..params import Options, param
-from ..routes import DECODED, PREFILLED
-from ..threads import Conversation, Rendered, Thread, read, render_sequences, stop_ids
+from ..routes import DECODED
+from ..threads import Thread, read, render_sequences
 from . import plan as plans
 from . import split, stage
 from .engine import Engine, LiveEngine, Tape, follow, opened
-from .observe import Authorisation, Header, Observation, Turn, from_bytes, to_bytes
+from .observe import Authorisation, Header, Observation, from_bytes, to_bytes
+from .sampling import Sampler
 from .vault import Vault, record_name, sweep
 
 INDEX = "index.json"
@@ -144,7 +145,7 @@ class Study:
         self.facts = {uid: facts(thread, loaded.tokenizer, lengths[uid]) for uid, thread in self.threads.items()}
         self.sets = split.assign(list(self.facts.values()), seed=options.seed)
         self.runtime = models.runtime_identity(loaded.precision, loaded.residency)
-        self.stops = stop_ids(loaded.tokenizer)
+        self.sampler = Sampler(loaded, engine, options)
 
     def plans(self) -> list[plans.Plan]:
         """Everything that can be planned: forced sequences of every thread, then the edges."""
@@ -172,8 +173,8 @@ class Study:
         """Capture what is not there yet into `folder`; returns the artefact's counts."""
         sweep(folder)
         planned = self.plans()
-        speakers = [uid for uid in self.threads if self.sets[uid] == "train" and self._can_answer(uid)]
-        speakers = speakers[: self.options.sampled]
+        training = (uid for uid in self.threads if self.sets[uid] == "train")
+        speakers = [uid for uid in training if self.sampler.can_answer(self.threads[uid])][: self.options.sampled]
         total = sum(len(p.tokens) for p in planned) + len(speakers) * self.options.context
         entries, done = [], 0
         for number, job in enumerate([*planned, *speakers]):
@@ -191,18 +192,13 @@ class Study:
             "beyond_context": sum(e["beyond"] for e in entries),
         }
 
-    def _can_answer(self, uid: str) -> bool:
-        """Whether the first question of a thread leaves room for an answer in the context."""
-        first = Conversation(self.threads[uid], self.loaded.tokenizer, mode="sampled").prompt()
-        return first is not None and len(first) < self.options.context
-
     def _one(self, folder: Path, vault: Vault, number: int, job: plans.Plan | str) -> Observation:
         uid = job if isinstance(job, str) else job.thread
         path = folder / record_name(uid, "sampled-0" if isinstance(job, str) else job.sequence)
         if path.exists():  # finished by a capture that was killed later on
             return from_bytes(vault.open(path), file=path)
         if isinstance(job, str):
-            plan, tape, record, turns = self._sample(self.threads[uid])
+            plan, tape, record, turns = self.sampler.sample(self.threads[uid])
             mode = "sampled"
         else:
             plan, turns, mode = job, job.turns, "forced"
@@ -210,51 +206,6 @@ class Study:
         observation = self._observation(plan, turns, mode, tape, record, number)
         vault.write(path, to_bytes(observation))
         return observation.sealed()
-
-    def _sample(self, thread: Thread) -> tuple[plans.Plan, Tape, models.TapRecord, tuple[Turn, ...]]:
-        talk = Conversation(thread, self.loaded.tokenizer, mode="sampled")
-        tape, seeds, room = Tape(), {}, self.options.context
-        self.engine.start()
-        while (prompt := talk.prompt()) is not None:
-            # A template that rewrites history would begin a second sequence: the first one is captured.
-            if (tape.tokens and talk.fresh) or len(prompt) >= room:
-                break
-            for start in range(0, len(prompt), self.options.chunk):
-                end = start + self.options.chunk
-                logits = tape.feed(self.engine, prompt[start:end], PREFILLED, logits=end >= len(prompt))
-            seed = seeds[talk.turn] = plans.turn_seed(self.options.seed, thread.uid, talk.turn)
-            key, answer = self._key(seed), []
-            for _ in range(min(self.options.max_new, room - len(prompt))):
-                token, key = self._draw(logits, key)
-                if token in self.stops:
-                    break
-                answer.append(token)
-                logits = tape.feed(self.engine, np.array([token], np.int32), DECODED)
-            talk.answer(answer)
-            room = self.options.context - len(tape.tokens)
-        rendered = talk.finish()[0]
-        turns = tuple(
-            Turn(index=int(turn), start=int(start), end=int(end), seed=seeds[int(turn)])
-            for turn, (start, end) in zip(rendered.turn, rendered.answer, strict=True)
-        )
-        return _plan_of(rendered, thread, tape), tape, self.engine.take(), turns
-
-    @staticmethod
-    def _key(seed: int) -> Any:
-        import mlx.core as mx
-
-        return mx.random.key(seed)
-
-    def _draw(self, logits: Any, key: Any) -> tuple[int, Any]:
-        """One id from the nucleus, and the key of the next draw. Nothing global is read or moved."""
-        import mlx.core as mx
-        from mlx_lm.sample_utils import apply_top_p
-
-        logprobs = (logits - mx.logsumexp(logits, keepdims=True))[None]
-        if self.options.top_p < 1:
-            logprobs = apply_top_p(logprobs, self.options.top_p)
-        key, draw = mx.random.split(key)
-        return int(mx.random.categorical(logprobs[0] / self.options.temperature, key=draw)), key
 
     def _observation(self, plan: plans.Plan, turns, mode: str, tape: Tape, record, number: int) -> Observation:
         rows, shape = len(tape.tokens), self.loaded.geometry
@@ -312,18 +263,3 @@ class Study:
             "reasoning_tokens": about.reasoning_tokens,
             "stresses": sorted(about.stresses),
         }
-
-
-def _plan_of(rendered: Rendered, thread: Thread, tape: Tape) -> plans.Plan:
-    """A sampled conversation as the plan that would have produced it: what was fed, not what was rendered."""
-    length = len(tape.tokens)
-    kept = rendered.message_start < length
-    return plans.Plan(
-        sequence="sampled-0",
-        thread=thread.uid,
-        owner=thread.owner,
-        tokens=np.array(tape.tokens, np.int32),
-        phase=np.array(tape.phase, np.uint8),
-        message_start=rendered.message_start[kept],
-        role=rendered.role[kept],
-    )

@@ -149,7 +149,7 @@ def sampled_job(root: str, names: list[str], order: list[int]) -> dict[tuple[str
         for top_p in (1.0, 0.9):
             study = Study(loaded, engine, threads, world.capture_options(top_p=top_p))
             for name in (names[index] for index in order):
-                plan, _, _, turns = study._sample(next(t for t in threads if t.id == name))
+                plan, _, _, turns = study.sampler.sample(next(t for t in threads if t.id == name))
                 out[name, top_p] = [(t.seed, plan.tokens[t.start : t.end].tolist()) for t in turns]
     return out
 

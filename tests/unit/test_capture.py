@@ -58,7 +58,7 @@ def scripted(study, *ids):
         drawn.append(next(state))
         return drawn[-1], None
 
-    study._key, study._draw = key, draw
+    study.sampler._key, study.sampler._draw = key, draw
     return drawn
 
 
@@ -86,7 +86,7 @@ def test_every_record_of_a_capture_has_a_row_for_every_token_fed(records, loaded
 def test_a_turn_that_ends_by_a_stop_token_holds_what_was_fed_before_it(study, threads):
     stop = min(stop_ids(study.loaded.tokenizer))
     scripted(study, 70, 71, stop)
-    plan, tape, record, turns = study._sample(threads[0])
+    plan, tape, record, turns = study.sampler.sample(threads[0])
     assert [plan.tokens[t.start : t.end].tolist() for t in turns] == [[70, 71]] * 2
     assert len(record.ids) == len(tape.tokens) == len(plan.tokens)
     assert stop not in [int(t) for s in turns for t in plan.tokens[s.start : s.end]]
@@ -95,14 +95,14 @@ def test_a_turn_that_ends_by_a_stop_token_holds_what_was_fed_before_it(study, th
 
 def test_a_turn_that_stops_at_once_has_no_row(study, threads):
     scripted(study, min(stop_ids(study.loaded.tokenizer)))
-    plan, _, record, turns = study._sample(threads[0])
+    plan, _, record, turns = study.sampler.sample(threads[0])
     assert [t.end - t.start for t in turns] == [0, 0] and (plan.phase == PREFILLED).all()
     assert len(record.ids) == len(plan.tokens)
 
 
 def test_a_turn_that_ends_by_max_new_holds_exactly_so_many(study, threads):
     drawn = scripted(study, 70)
-    plan, _, record, turns = study._sample(threads[0])
+    plan, _, record, turns = study.sampler.sample(threads[0])
     assert [t.end - t.start for t in turns] == [study.options.max_new] * 2 and len(drawn) == 2 * study.options.max_new
     assert len(record.ids) == len(plan.tokens) == len(plan.phase)
 
@@ -111,7 +111,7 @@ def test_a_turn_that_fills_the_context_stops_there(world, loaded, threads):
     with LiveEngine(loaded) as engine:
         study = Study(loaded, engine, threads, world.capture_options(sampled=1, context=34, max_new=40))
         scripted(study, 70)
-        plan, _, record, turns = study._sample(threads[0])
+        plan, _, record, turns = study.sampler.sample(threads[0])
     assert len(plan.tokens) == len(record.ids) == 34 and len(turns) == 1
 
 
@@ -122,7 +122,7 @@ def test_sampled_ids_are_carried_and_never_encoded_again(study, threads, tmp_pat
     answer = [lead, lead, tail, tail, lead]
     assert tokenizer.encode(tokenizer.decode(answer)) != answer
     scripted(study, *answer)
-    study.options = replace(study.options, max_new=len(answer))
+    study.sampler.options = replace(study.options, max_new=len(answer))
     vault = Vault(tmp_path / "vault")
     uid = next(u for u in study.threads if study.sets[u] == "train")
     o = study._one(tmp_path, vault, 0, uid)
@@ -303,7 +303,7 @@ def test_nothing_global_decides_or_is_moved(study, threads):
     for seed in (1, 2):
         mx.random.seed(seed)
         before = np.array(mx.random.state[0])
-        drawn.append(study._sample(threads[0])[0].tokens.tolist())
+        drawn.append(study.sampler.sample(threads[0])[0].tokens.tolist())
         np.testing.assert_array_equal(np.array(mx.random.state[0]), before)
     assert drawn[0] == drawn[1]
 
@@ -314,10 +314,10 @@ def test_the_nucleus_is_kept(study):
 
     logits = mx.log(mx.array([0.5, 0.3, 0.2]))
     for top_p, expected in ((0.6, {0, 1}), (1.0, {0, 1, 2})):
-        study.options = replace(study.options, top_p=top_p, temperature=1.0)
-        key, seen = study._key(0), set()
+        study.sampler.options = replace(study.options, top_p=top_p, temperature=1.0)
+        key, seen = study.sampler._key(0), set()
         for _ in range(60):
-            token, key = study._draw(logits, key)
+            token, key = study.sampler._draw(logits, key)
             seen.add(token)
         assert seen == expected
 
@@ -338,7 +338,7 @@ def test_speakers_are_training_threads_that_can_answer(records, world, loaded, t
     flywheel_world.write(path, lines)
     with LiveEngine(loaded) as engine:
         study = Study(loaded, engine, read(path), world.capture_options())
-        able = [t.id for t in read(path) if study._can_answer(t.uid)]
+        able = [t.id for t in read(path) if study.sampler.can_answer(t)]
     assert able == ["fine"]
 
 
