@@ -47,8 +47,8 @@ from moelab.policies.selection import (
 )
 
 ONE_TOKEN_BATCHES = 64
-ALL_ARMS = "all arms"
-"""In place of a policy: the default policy, beside the plain ways to do its work."""
+ALL_ARMS, DEFAULT = "all arms", "adaptive top-1/2"
+"""In place of a policy: the default policy, beside the plain ways to do its work. Which one that is."""
 LONG = ("loop", "dense")
 ROUTING, LOOP, BATCHED = 0.05, 10.0, 2.0
 """Asked: selection and capacity, of dispatch at most; the loop ÷ grouped at least; grouped ÷ batched at most."""
@@ -207,17 +207,20 @@ def measure(
     hidden: int,
     rounds: int,
     arms: tuple[str, ...] = ("grouped", "loop", "dense", "batched"),
+    each_policy: Sequence[int] | None = None,
 ) -> Iterator[dict]:
     """Rows `{experts, tokens, policy, arm, n, median, spread}`, seconds (a ratio for the arm `share`), as they come.
 
     rounds: of many tokens; of one token two hundred times as many for each policy and forty times for all arms. Of
     many tokens the arms in `LONG` take `rounds`, and the others of all arms three times as many.
+    each_policy: of `tokens`, those on which every policy is timed and not the default one alone; None = all.
     """
     for number in experts:
         bank = Bank(number, hidden=hidden, intermediate=2 * hidden)
         for many in tokens:
             each, all_arms, long = (200 * rounds, 40 * rounds, 0) if many == 1 else (rounds, 3 * rounds, rounds)
-            plans = [(name, d, ("grouped",), each, 0) for name, d in dispatchers(number).items()]
+            policies = dispatchers(number) if each_policy is None or many in each_policy else {}
+            plans = [(name, d, ("grouped",), each, 0) for name, d in policies.items()]
             for policy, dispatcher, timed, turns, few in [*plans, (ALL_ARMS, None, arms, all_arms, long)]:
                 found = time_dispatch(bank, tokens=many, rounds=turns, long=few, arms=timed, dispatcher=dispatcher)
                 cell = {"experts": number, "tokens": many, "policy": policy}
@@ -238,16 +241,11 @@ def judged(rows: Sequence[dict], *, hidden: int) -> list[dict]:
     for number, many in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
         here = [row for row in rows if (row["experts"], row["tokens"]) == (number, many)]
         arms = {row["arm"]: row for row in here if row["policy"] == ALL_ARMS}
-        most = max((r for r in here if r["arm"] == "share" and r["policy"] != ALL_ARMS), key=lambda r: r["median"])
+        shares = [r for r in here if r["arm"] == "share" and r["policy"] != ALL_ARMS] or [arms["share"]]
+        most = max(shares, key=lambda row: row["median"])
         size = f"{number} specialists, {many:,} token{'s' * (many > 1)}"
-        claim(
-            f"selection and capacity, share of dispatch, {size}",
-            most["median"],
-            ROUTING,
-            True,
-            most["n"],
-            most["policy"],
-        )
+        who = DEFAULT if most["policy"] == ALL_ARMS else most["policy"]
+        claim(f"selection and capacity, share of dispatch, {size}", most["median"], ROUTING, True, most["n"], who)
         if many > 1:
             loop = arms["loop"]["median"] / arms["grouped"]["median"]
             claim(f"one token at a time ÷ grouped, {size}", loop, LOOP, False, arms["loop"]["n"])

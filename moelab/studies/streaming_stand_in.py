@@ -30,7 +30,7 @@ STAND_IN = "stand-in"
 RESULT = "stand-in.json"
 FIGURES_VERSION = 1
 """Raise when `measure` writes other figures, so that older artefacts are not taken for these."""
-ARMS = ("off", "in_forward, 1 layer ahead", "in_forward, 2 layers ahead", "in_forward, 4 layers ahead")
+ARMS = ("off", "in_forward, 2 layers ahead", "in_forward, 4 layers ahead")
 PROMPT = 24
 PRECISION = "float32"
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moelab.policies import SparseDispatcher
 from moelab.policies.bench import Bank, Timing, dispatchers, judged, measure, names, time_arms, time_dispatch
 
 
@@ -37,6 +38,14 @@ def test_every_policy_is_measured_and_the_default_one_beside_all_arms():
     assert [share[:3] for share in shares] == [(n, t, policy) for n in (4, 8) for t in (1, 3) for policy in every]
     assert {share[3] for share in shares if share[1] == 1} == {200, 40}
     assert {row["n"] for row in rows if row["arm"] in ("loop", "dense") and row["tokens"] == 3} == {1}
+
+
+def test_every_policy_may_be_left_to_few_tokens():
+    rows = list(measure([4], [1, 3], hidden=4, rounds=1, each_policy=[1]))
+    assert len({row["policy"] for row in rows if row["tokens"] == 1}) == 7
+    assert {row["policy"] for row in rows if row["tokens"] == 3} == {"all arms"}
+    assert [row["who"] for row in judged(rows, hidden=4)][1] == "adaptive top-1/2"
+    assert isinstance(dispatchers(4)["adaptive top-1/2"].selection, type(SparseDispatcher().selection))
 
 
 def cells(experts, tokens, **medians):

@@ -15,11 +15,12 @@ Rows = Sequence[dict[str, Any]]
 
 def dispatch_measured(experts: list[int], tokens: list[int], *, hidden: int, rounds: int) -> Rows:
     """Rows of `policies.bench.measure`, while the rest of the run stands still. A dense run of all specialists, which
-    takes a minute where they are many, is left to the committed report."""
+    takes a minute where they are many, and other policies on many tokens are left to the committed report."""
     from ...policies.bench import measure
 
     with quiet.timing():
-        return list(measure(experts, tokens, hidden=hidden, rounds=rounds, arms=("grouped", "loop", "batched")))
+        arms = ("grouped", "loop", "batched")
+        return list(measure(experts, tokens, hidden=hidden, rounds=rounds, arms=arms, each_policy=[min(tokens)]))
 
 
 def dispatch_committed() -> dict[str, Any]:
