@@ -145,8 +145,7 @@ def _build(folder: Path, loaded, records: Records, dataset: Dataset, options: Ba
     growth = {}
     for block in (2, 4, 8):
         found = union_growth(part.ids, starts, held.cluster[counted], block=block)
-        figures = {"value": found.value, "se": found.se, "n": found.n, "threads": found.clusters}
-        growth[str(block)] = {**figures, "break_even": None if found.value is None else found.value / part.top_k}
+        growth[str(block)] = {**found.plain(), "break_even": None if found.value is None else found.value / part.top_k}
     artifacts.write_json(folder / UNION, growth)
     return {
         "controls": len(judged),

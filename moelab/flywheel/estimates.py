@@ -52,6 +52,10 @@ class Estimate:
         half = t_quantile(0.5 + level / 2, self.clusters - 1) * self.se
         return self.value - half, self.value + half
 
+    def plain(self, clusters: str = "threads") -> dict[str, float | int | None]:
+        """As a row of JSON: `value`, `se`, `n`, and how many `clusters` there were, under their name."""
+        return {"value": self.value, "se": self.se, "n": self.n, clusters: self.clusters}
+
 
 def clustered_mean(values: np.ndarray, clusters: np.ndarray, *, weights: np.ndarray | None = None) -> Estimate:
     """Mean of `values[T, ...]` with standard error clustered by `clusters[T]`.

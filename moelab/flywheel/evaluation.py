@@ -120,8 +120,9 @@ def judge(
     out: list[dict[str, Any]] = []
 
     def add(where: str, metric: str, group: str, estimate: Estimate) -> None:
-        figures = {"value": estimate.value, "se": estimate.se, "n": estimate.n, "threads": estimate.clusters}
-        out.append({"ranking": name, "horizon": horizon, "set": where, "metric": metric, "group": group, **figures})
+        out.append(
+            {"ranking": name, "horizon": horizon, "set": where, "metric": metric, "group": group} | estimate.plain()
+        )
 
     def cut(kept: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
         for rows, scores in blocks(routes):

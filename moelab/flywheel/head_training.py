@@ -244,9 +244,8 @@ def compared(judged: list[Judged], held: HeldOut, top_k: int) -> list[dict[str, 
                 continue
             hits = [(j.ranks[counted][:, head.layers] < top_k).astype(np.float32) for j in (head, other)]
             found: Estimate = paired_difference(*hits, held.cluster[counted])
-            figures = {"value": found.value, "se": found.se, "n": found.n, "threads": found.clusters}
             row = {"ranking": head.name, "horizon": HORIZON, "set": where, "metric": "recall@1x less"}
-            out.append({**row, "group": f"{other.name} ({other.horizon})", **figures})
+            out.append({**row, "group": f"{other.name} ({other.horizon})", **found.plain()})
     return out
 
 

@@ -103,7 +103,7 @@ def _build(folder: Path, loaded, records: Records, dataset: Dataset, seed: int) 
     result = {}
     for split, test in (("shuffled windows", shuffled), ("owner split", held)):
         found = _score(dataset, pairs, windows, test)
-        result[split] = {"value": found.value, "se": found.se, "n": found.n, "threads": found.clusters}
+        result[split] = found.plain()
     artifacts.write_json(folder / RESULT, result)
     return {}
 

@@ -34,7 +34,7 @@ from . import stage
 from .baselines import BaselineOptions, Upstream, upstream
 from .batches import BatchShape
 from .engine import opened
-from .estimates import Estimate, clustered_mean, paired_difference
+from .estimates import clustered_mean, paired_difference
 from .examples import regenerate
 from .head_recipe import tier_of
 from .head_training import CALIBRATED_ON, FILES, train_heads, write_calibrated
@@ -196,12 +196,8 @@ class _Study:
                     own["hits"][number] / top_k, teacher["hits"][number] / top_k, cluster
                 ),
             }
-            rows += [{"heads": name, "mode": mode, "metric": metric, **_plain(f)} for metric, f in figures.items()]
+            rows += [{"heads": name, "mode": mode, "metric": metric, **f.plain()} for metric, f in figures.items()]
         return rows
-
-
-def _plain(found: Estimate) -> dict[str, Any]:
-    return {"value": found.value, "se": found.se, "n": found.n, "threads": found.clusters}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -38,7 +38,7 @@ import numpy as np
 
 from .. import quiet
 from ..errors import UnsupportedModelError
-from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
+from ..flywheel.estimates import clustered_mean, paired_difference
 from ..routes import DECODED, PREFILLED
 
 if TYPE_CHECKING:
@@ -175,9 +175,9 @@ def live(
         own = np.concatenate([native[n][0] for n in some])
         return {
             "place": place, "mode": mode,
-            "touched": _plain(clustered_mean(late > 0, owner)),
-            "late": _plain(clustered_mean(late / pairs, owner)),
-            "loss": _plain(paired_difference(np.concatenate(loss), own, owner)) if loss else None,
+            "touched": clustered_mean(late > 0, owner).plain("owners"),
+            "late": clustered_mean(late / pairs, owner).plain("owners"),
+            "loss": paired_difference(np.concatenate(loss), own, owner).plain("owners") if loss else None,
         }  # fmt: skip
 
     late = [late_at(ids[:-1], slots, prompt).sum(-1) for _, ids in native]
@@ -278,7 +278,3 @@ def _times(
     ]
     tokens = sum(len(w) - 1 - prompt for w in windows)
     return {"n": len(windows), "tokens": tokens, "ratio": ratio, "bytes_per_s": bytes_per_s, "rows": rows}
-
-
-def _plain(estimate: Estimate) -> dict[str, Any]:
-    return {"value": estimate.value, "se": estimate.se, "n": estimate.n, "owners": estimate.clusters}

@@ -98,19 +98,19 @@ def agreement(
             {
                 "ranking": ranking.name, "horizon": ranking.horizon, "lead_layers": lead,
                 "lead_s": token_s * lead / depth, "nbytes": ranking.nbytes,
-                **{name: _plain(value) for name, value in _summary(found, hit, cluster).items()},
-                **{name: _plain(value) for name, value in _early(ranking.scores, held, kept).items()},
+                **{name: value.plain() for name, value in _summary(found, hit, cluster).items()},
+                **{name: value.plain() for name, value in _early(ranking.scores, held, kept).items()},
             }
         )  # fmt: skip
         for index, layer in enumerate(np.flatnonzero(kept)):
             part = {"ranking": ranking.name, "layer": int(routes.layer_ids[layer])}
             found_here, hit_here = found[:, [index]], hit[:, [index]]
             layers.append(
-                part | {name: _plain(value) for name, value in _summary(found_here, hit_here, cluster).items()}
+                part | {name: value.plain() for name, value in _summary(found_here, hit_here, cluster).items()}
             )
     full = HEADS["full"]
     less = [
-        {"ranking": name, "recall": _plain(paired_difference(right[full], hit, cluster))}
+        {"ranking": name, "recall": paired_difference(right[full], hit, cluster).plain()}
         for name, hit in right.items()
         if name != full
     ]
@@ -185,7 +185,3 @@ def _early(scores: np.ndarray, held: HeldOut, kept: np.ndarray) -> dict[str, Est
         "wasted": clustered_mean((absent * ~same.any(-1) * nbytes).sum((1, 2)), cluster),
         "covered": clustered_mean(same.any(-2), cluster, weights=~np.take_along_axis(resident, ids, -1)),
     }
-
-
-def _plain(estimate: Estimate) -> dict[str, Any]:
-    return {"value": estimate.value, "se": estimate.se, "n": estimate.n, "threads": estimate.clusters}

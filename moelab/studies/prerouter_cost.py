@@ -23,7 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import RecordError
-from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
+from ..flywheel.estimates import clustered_mean, paired_difference
 from ..prerouter.lockstep import Lockstep
 from ..prerouter.steps import OWN, Arm, Steps
 
@@ -122,8 +122,8 @@ def mode_rows(arms: Sequence[Arm], steps: Steps, texts: Texts, consumers: Sequen
             {
                 "arm": arm.name, "mode": arm.mode, "threshold": arm.threshold,
                 **_figures(steps, number, texts, consumers, top_k, native=(steps.loss[0], steps.greedy[0])),
-                "less_replace": _plain(paired_difference(steps.loss[number][mask], steps.loss[1][mask], cluster)),
-                "greedy_less_replace": _plain(paired_difference(kept[number], kept[1], cluster)),
+                "less_replace": paired_difference(steps.loss[number][mask], steps.loss[1][mask], cluster).plain(),
+                "greedy_less_replace": paired_difference(kept[number], kept[1], cluster).plain(),
             }
         )  # fmt: skip
     return rows
@@ -153,7 +153,7 @@ def by_top_k(
         for number, arm in enumerate(arms):
             figures = _figures(steps, number, texts, consumers, top_k, native=native)
             more = paired_difference(steps.loss[number][mask], steps.loss[0][mask], _cluster(texts))
-            rows.append({"top_k": top_k, "arm": arm.name, **figures, "over_gate": _plain(more)})
+            rows.append({"top_k": top_k, "arm": arm.name, **figures, "over_gate": more.plain()})
     return rows
 
 
@@ -173,7 +173,7 @@ def by_depth(loaded: LoadedModel, heads: Heads, texts: Texts, consumers: Sequenc
         row["layer"] = loaded.geometry.layer_ids[int(layer)]
     loss = steps.loss[:, texts.counted] - steps.loss[0, texts.counted]
     alone = loss[1] + loss[len(consumers) + 1 :].sum(0)
-    return {"rows": rows, "together": _plain(paired_difference(loss[len(consumers)], alone, _cluster(texts)))}
+    return {"rows": rows, "together": paired_difference(loss[len(consumers)], alone, _cluster(texts)).plain()}
 
 
 def drifts(arms: Sequence[Arm], steps: Steps, texts: Texts) -> list[dict[str, Any]]:
@@ -183,7 +183,7 @@ def drifts(arms: Sequence[Arm], steps: Steps, texts: Texts) -> list[dict[str, An
         {
             "arm": arm.name,
             "layer": layer,
-            "drift": _plain(clustered_mean(steps.drift[number][mask][:, layer], _cluster(texts))),
+            "drift": clustered_mean(steps.drift[number][mask][:, layer], _cluster(texts)).plain(),
         }
         for number, arm in enumerate(arms)
         for layer in range(steps.drift.shape[-1])
@@ -193,7 +193,7 @@ def drifts(arms: Sequence[Arm], steps: Steps, texts: Texts) -> list[dict[str, An
 def of_the_past(steps: Steps, texts: Texts) -> dict[str, Any]:
     """Loss of `replace` over that of the same with a native past, the second arm and the third."""
     mask = texts.counted
-    return _plain(paired_difference(steps.loss[1][mask], steps.loss[2][mask], _cluster(texts)))
+    return paired_difference(steps.loss[1][mask], steps.loss[2][mask], _cluster(texts)).plain()
 
 
 def by_position(arms: Sequence[Arm], steps: Steps, texts: Texts) -> list[dict[str, Any]]:
@@ -212,9 +212,9 @@ def by_position(arms: Sequence[Arm], steps: Steps, texts: Texts) -> list[dict[st
             rows.append(
                 {
                     "arm": name, "from": low, "to": min(high - 1, int(before[texts.counted].max())),
-                    "loss": _plain(paired_difference(loss, native, cluster)),
-                    "past": _plain(paired_difference(loss, near, cluster)),
-                    "greedy": _plain(clustered_mean(steps.greedy[number][mask] == steps.greedy[0][mask], cluster)),
+                    "loss": paired_difference(loss, native, cluster).plain(),
+                    "past": paired_difference(loss, near, cluster).plain(),
+                    "greedy": clustered_mean(steps.greedy[number][mask] == steps.greedy[0][mask], cluster).plain(),
                 }
             )  # fmt: skip
     return rows
@@ -244,7 +244,7 @@ def on_its_own(
         same = np.cumprod(chosen == written[0, :, prompt + 1 :], axis=1)
 
         def mean(values: np.ndarray) -> dict[str, Any]:
-            return _plain(clustered_mean(values, texts.thread))
+            return clustered_mean(values, texts.thread).plain()
 
         agrees = likeliest == chosen
         out["rows"].append(kind | {"equal_tokens": mean(same.sum(1)), "loss": mean(loss), "agrees": mean(agrees)})
@@ -280,18 +280,14 @@ def _figures(
     mask, cluster = texts.counted, _cluster(texts)
     loss, layers = steps.loss[number][mask], list(consumers)
     return {
-        "nll": _plain(clustered_mean(loss, cluster)),
-        "loss": _plain(paired_difference(loss, native[0][mask], cluster)),
-        "greedy": _plain(clustered_mean(steps.greedy[number][mask] == native[1][mask], cluster)),
-        "replaced": _plain(clustered_mean(steps.replaced[number][mask][:, layers], cluster)),
-        "recall": _plain(clustered_mean(steps.hits[number][mask][:, layers] / top_k, cluster)),
+        "nll": clustered_mean(loss, cluster).plain(),
+        "loss": paired_difference(loss, native[0][mask], cluster).plain(),
+        "greedy": clustered_mean(steps.greedy[number][mask] == native[1][mask], cluster).plain(),
+        "replaced": clustered_mean(steps.replaced[number][mask][:, layers], cluster).plain(),
+        "recall": clustered_mean(steps.hits[number][mask][:, layers] / top_k, cluster).plain(),
     }
 
 
 def _cluster(texts: Texts, mask: np.ndarray | None = None) -> np.ndarray:
     """Thread of each counted token."""
     return np.broadcast_to(texts.thread[:, None], texts.tokens.shape)[texts.counted if mask is None else mask]
-
-
-def _plain(estimate: Estimate) -> dict[str, Any]:
-    return {"value": estimate.value, "se": estimate.se, "n": estimate.n, "threads": estimate.clusters}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..flywheel.estimates import Estimate, clustered_mean, paired_difference
+from ..flywheel.estimates import clustered_mean, paired_difference
 from ..flywheel.residency import Visits, replay
 from ..flywheel.systems import SYSTEMS
 from ..policies import degrade
@@ -24,11 +24,6 @@ from .routing_arms import NATIVE, Arm, executed
 LATE_STRIDE = 4
 """Of the validation windows, every fourth is run on for the loss without late experts; all of them for the error.
 What stands beside those losses is taken on the same windows."""
-
-
-def as_row(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as plain values."""
-    return {"value": estimate.value, "se": estimate.se, "n": estimate.n, "owners": estimate.clusters}
 
 
 class Judge:
@@ -47,7 +42,7 @@ class Judge:
         self.some, self.few = held.every(LATE_STRIDE)
         self.losses: dict[bytes, np.ndarray] = {}
         self.native = self.loss(tokens.output)
-        self.native_loss = as_row(clustered_mean(self.native, self.owner, weights=held.predicts))
+        self.native_loss = clustered_mean(self.native, self.owner, weights=held.predicts).plain("owners")
         ratio, share = SYSTEMS[options.system].read_to_compute, SYSTEMS[options.system].cache_fraction
         misses = self.residency(self.own_routes(), share, anchored=False).misses.sum((1, 2)).mean()
         # Time of one read, a token's compute being 1, at which the layer as trained has the system's ratio.
@@ -76,11 +71,11 @@ class Judge:
     def quality(self, output: torch.Tensor, *, loss: bool) -> dict[str, Any]:
         """Output error, the anchor alone being 1, and loss over that of the layer as trained, paired."""
         error = (output - self.tokens.output).double().square().sum(-1).numpy() / self.scale
-        out = {"error": as_row(clustered_mean(error, self.owner))}
+        out = {"error": clustered_mean(error, self.owner).plain("owners")}
         if loss:
             same = error.max() < 1e-9  # the layer as trained, up to rounding: nothing to run again
             losses = self.native if same else self.loss(output)
-            out["loss"] = as_row(paired_difference(losses, self.native, self.owner, weights=self.held.predicts))
+            out["loss"] = paired_difference(losses, self.native, self.owner, weights=self.held.predicts).plain("owners")
             out["loss_beside_late"] = self.change(losses[self.few])
         self.clock.lap("loss" if loss else "outputs")
         return out
@@ -88,7 +83,7 @@ class Judge:
     def change(self, losses: np.ndarray) -> dict[str, Any]:
         """Loss over that of the layer as trained, paired, on every fourth window: the losses are of those alone."""
         few = self.few
-        return as_row(paired_difference(losses, self.native[few], self.owner[few], weights=self.some.predicts))
+        return paired_difference(losses, self.native[few], self.owner[few], weights=self.some.predicts).plain("owners")
 
     def policy(self, arm: Arm, routes) -> list[dict[str, Any]]:
         """One row a budget: quality is the same, bytes and time are not."""
@@ -107,7 +102,7 @@ class Judge:
                     "share": share,
                     "arity": float(arity.mean()),
                     "anchor_share": float((arity == 0).mean()),
-                    "bytes": as_row(clustered_mean(found.read_bytes, self.owner)),
+                    "bytes": clustered_mean(found.read_bytes, self.owner).plain("owners"),
                     "time": {str(d): self.time(missed, d) for d in self.options.deadlines},
                     **quality,
                 }
@@ -117,7 +112,7 @@ class Judge:
 
     def time(self, missed: np.ndarray, deadline: int) -> dict[str, Any]:
         """Of a token that waits for all but the first `deadline` reads, its compute being 1."""
-        return as_row(clustered_mean(1 + self.read_s * np.maximum(missed - deadline, 0), self.owner))
+        return clustered_mean(1 + self.read_s * np.maximum(missed - deadline, 0), self.owner).plain("owners")
 
     def late(self) -> list[dict[str, Any]]:
         """The router's own route with experts that are read too late, at every budget and deadline.
@@ -140,7 +135,7 @@ class Judge:
                 common = {
                     "share": share,
                     "deadline": deadline,
-                    "late_tokens": as_row(clustered_mean((missing > 0).astype(float), self.owner)),
+                    "late_tokens": clustered_mean((missing > 0).astype(float), self.owner).plain("owners"),
                     "late_experts": float(missing.mean()),
                 }
                 exact = self.time(miss.sum(1), deadline)

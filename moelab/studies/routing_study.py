@@ -18,7 +18,7 @@ from ..specialists.native import NativeLayer, NativeTokens
 from .resume import LayerInputs
 from .routing import Clock, Corpus, Part, RoutingOptions
 from .routing_arms import arms, executed, fit_head
-from .routing_judge import Judge, as_row
+from .routing_judge import Judge
 
 PICTURE_TOKENS = 24
 BINS = 12
@@ -121,7 +121,11 @@ def _reliability(layer, tokens, held, scores, part: Part, options: RoutingOption
         if inside.any():
             mean = clustered_mean(utility, owner, weights=inside)
             table.append(
-                {"predicted": float(said[inside].mean()), **as_row(mean), "positive": bool(said[inside].min() > 0)}
+                {
+                    "predicted": float(said[inside].mean()),
+                    **mean.plain("owners"),
+                    "positive": bool(said[inside].min() > 0),
+                }
             )
     positive = said > 0
     explained = 1 - ((utility - said) ** 2).sum() / ((utility - utility.mean()) ** 2).sum()
@@ -134,9 +138,9 @@ def _reliability(layer, tokens, held, scores, part: Part, options: RoutingOption
         "r2": float(explained),
         "signs_agree": float(((utility > 0) == positive).mean()),
         "bins_agree": float(np.mean([(row["value"] > 0) == row["positive"] for row in table])),
-        "helps_when_positive": as_row(clustered_mean(utility, owner, weights=positive)),
-        "helps_when_not": as_row(clustered_mean(utility, owner, weights=~positive)),
+        "helps_when_positive": clustered_mean(utility, owner, weights=positive).plain("owners"),
+        "helps_when_not": clustered_mean(utility, owner, weights=~positive).plain("owners"),
         "positive_a_token": float(positive.sum(-1).mean()),
         "anchor_wins": float((~positive.any(-1)).mean()),
-        "best_helps": as_row(clustered_mean(gain, owner)),
+        "best_helps": clustered_mean(gain, owner).plain("owners"),
     }

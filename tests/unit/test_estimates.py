@@ -25,6 +25,11 @@ def test_equal_clusters_give_the_error_of_their_means():
     assert (got.n, got.clusters) == (12, 3)
 
 
+def test_a_plain_row_names_what_its_clusters_are():
+    assert Estimate(0.5, None, 3, 1).plain() == {"value": 0.5, "se": None, "n": 3, "threads": 1}
+    assert list(Estimate(0.5, 0.1, 3, 2).plain("owners")) == ["value", "se", "n", "owners"]
+
+
 def test_clusters_of_one_give_the_plain_standard_error():
     values = np.random.default_rng(0).random(200)
     got = clustered_mean(values, np.arange(200))
