@@ -111,7 +111,7 @@ def parity(qualified: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> pd.DataF
 
 
 def speeds(qualified: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
-    """One row a model, identity and phase: median, least and largest tokens per second of n pairs, and the ratio."""
+    """One row a model, identity and phase: median tokens per second of processor time of n pairs, and the ratio."""
     rows = []
     for model, identities in qualified.items():
         for blas, f in identities.items():
