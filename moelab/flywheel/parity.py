@@ -10,7 +10,6 @@ Source: AFN-021, "The key equivalence, and where it breaks" and Gate 1.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from .batches import BatchShape, replay
 from .engine import Engine, LiveEngine, follow
 from .observe import Observation
 from .plan import Plan
+from .proposals import prefix_digest
 
 if TYPE_CHECKING:
     from ..models import LoadedModel, TapRecord
@@ -104,11 +104,6 @@ class Decoded:
     ids: np.ndarray
     weights: np.ndarray
     margin: np.ndarray
-
-
-def prefix_digest(tokens: np.ndarray) -> str:
-    """Identity of an accepted prefix: sha256 of its ids as little-endian 32-bit integers."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, "<i4").tobytes()).hexdigest()
 
 
 def _accepted_ends(decoded: np.ndarray) -> list[int]:

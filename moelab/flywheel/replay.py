@@ -19,13 +19,14 @@ from .. import artifacts, models
 from ..artifacts import Artifact
 from ..errors import GateRefusedError
 from ..routes import CAPTURED, DECODED, REPLAYED, Routes, concat
-from . import parity, stage
+from . import stage
 from .batches import BatchShape
 from .batches import replay as replay_batches
 from .capture import CaptureOptions, capture
 from .engine import opened
 from .observations import Records
 from .observe import Observation
+from .proposals import prefix_digest
 from .qualification import ReplayOptions, label_identity, qualify
 
 THREADS = "threads.json"
@@ -127,7 +128,7 @@ def _shard(loaded, observed: list[Observation], first: int, shape: BatchShape, e
         "layer_ids": list(shape_.layer_ids),
         "expert_bytes": list(shape_.layer_expert_bytes),
         "model": loaded.digests["model"],
-        "prefixes": [parity.prefix_digest(o.token_ids) for o in observed],
+        "prefixes": [prefix_digest(o.token_ids).hex() for o in observed],
         "counts": {
             "tokens": tokens,
             "decode_labels": int((arrays["label_source"] == CAPTURED).sum()),

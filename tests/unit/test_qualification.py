@@ -10,6 +10,7 @@ from moelab import artifacts
 from moelab.flywheel import parity, qualification
 from moelab.flywheel.engine import LiveEngine
 from moelab.flywheel.parity import Parity
+from moelab.flywheel.proposals import prefix_digest
 from moelab.flywheel.qualification import label_identity, qualify_model, verdict
 from moelab.models import TapRecord
 from moelab.routes import DECODED
@@ -85,7 +86,7 @@ def test_tokens_prefixes_and_positions():
 
 def test_prefix_digest_is_of_the_ids():
     ids = np.array([1, 2, 300])
-    assert parity.prefix_digest(ids) == parity.prefix_digest(ids.astype(np.uint16)) != parity.prefix_digest(ids[:2])
+    assert prefix_digest(ids) == prefix_digest(ids.astype(np.uint16)) != prefix_digest(ids[:2])
 
 
 # ---------------------------------------------------------------- on a model

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import GeometryError, ParameterError, UnsupportedModelError
 
-__all__ = ["ExpertLayout", "TensorSpec", "aligned", "convert", "run_dtype"]
+__all__ = ["ExpertLayout", "TensorSpec", "address", "aligned", "convert", "run_dtype"]
 
 ALIGN, PAGE = 64, 4096
 DTYPES = {
@@ -144,6 +144,11 @@ def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
         starts.append(at)
         at = _up(at + size, ALIGN)
     return tuple(starts)
+
+
+def address(array: np.ndarray) -> int:
+    """Where its bytes begin in memory."""
+    return array.__array_interface__["data"][0]
 
 
 def aligned(nbytes: int) -> np.ndarray:

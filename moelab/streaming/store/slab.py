@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import GeometryError, UnsupportedModelError
-from .layout import ExpertLayout, TensorSpec
+from .layout import ExpertLayout, TensorSpec, address
 
 PAGE = 4096
 TYPES = {
@@ -58,7 +58,7 @@ class Slab:
         base = mx.zeros((slots + 1, layout.slot_bytes // 4), mx.uint32)
         mx.eval(base)
         flat = np.array(base, copy=False).reshape(-1).view(np.uint8)
-        first = -_address(flat) % PAGE
+        first = -address(flat) % PAGE
         self.host = flat[first : first + slots * layout.slot_bytes].reshape(slots, layout.slot_bytes)
         self.arrays = {
             tensor.name: self._array(base, tensor, first + offset)
@@ -79,10 +79,6 @@ class Slab:
         )
         mx.eval(array)
         visible = mx.view(array, mx.uint16) if kind == mx.bfloat16 else array  # numpy knows no bfloat16
-        if _address(np.array(visible, copy=False)) != _address(np.array(base, copy=False)) + offset:
+        if address(np.array(visible, copy=False)) != address(np.array(base, copy=False)) + offset:
             raise UnsupportedModelError("mlx copied a slab instead of sharing it", field=tensor.name)
         return array
-
-
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]

@@ -23,7 +23,7 @@ import numpy as np
 
 from ...errors import GeometryError, ParameterError, StoreError
 from .device import Throttle, VirtualDevice
-from .layout import ExpertLayout, aligned
+from .layout import ExpertLayout, address, aligned
 from .pack import MANIFEST, PackSource, half_written
 from .plan import Read, plan_reads
 from .readers import Bounce, open_reader
@@ -160,7 +160,7 @@ class ExpertStore:
                 try:
                     physical += self._reader.fetch(read.file, read.start, read.need, buffer)
                 except StoreError:
-                    if _address(out) % self._reader.align == 0:
+                    if address(out) % self._reader.align == 0:
                         raise
                     buffer = None  # memory that such a read cannot fill
             if buffer is None:  # by way of this thread's own
@@ -247,10 +247,6 @@ class ExpertStore:
             "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
             fix="open a store in each process, and start processes by spawn",
         )  # fmt: skip
-
-
-def _address(memory: np.ndarray) -> int:
-    return memory.__array_interface__["data"][0]
 
 
 def open_store(
