@@ -57,7 +57,7 @@ def fallback_sentences(found: Figures) -> str:
         out.append(
             f"{m} ({found[m]['anchor']} anchor), {deadline} reads hidden: the whole route waits {slow - 1:.2f} "
             f"token-times. Going on without late experts costs, in nats a token, {costs}; {verdict}. The "
-            f"soonest that waits and loses nothing measurable is {waiting['way']}, after "
+            f"soonest that waits and loses nothing measurable on all windows is {waiting['way']}, after "
             f"{waiting['token time'] - 1:.2f} token-times."
         )
     return _folded(out)
