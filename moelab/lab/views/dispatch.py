@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ... import artifacts, quiet
-from .streaming import HOLDS
+from .cells import HOLDS
 
 Rows = Sequence[dict[str, Any]]
 

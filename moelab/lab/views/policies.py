@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from .cells import estimate
+
 Figures = Mapping[str, Mapping[str, Any]]
 LATE_LABELS = {
     "deadline": "reads hidden", "token time": "token-times", "value": "loss, nats a token", "se": "standard error",
@@ -45,7 +47,7 @@ def calibration_zero(found: Figures) -> pd.DataFrame:
     }
     return pd.DataFrame(
         [
-            {"model": m, "pairs": side, **_estimate(f["calibration"][name])}
+            {"model": m, "pairs": side, **estimate(f["calibration"][name])}
             for m, f in found.items()
             for side, name in sides.items()
         ]
@@ -82,7 +84,7 @@ def routing_quality(found: Figures) -> pd.DataFrame:
                 "policy": r["policy"],
                 "experts a token": round(r["arity"], 2),
                 "anchor alone": round(r["anchor_share"], 3),
-                **_estimate(r["loss"]),
+                **estimate(r["loss"]),
             }
             for m, r in rows
             if "loss" in r
@@ -94,7 +96,7 @@ def routing_errors(found: Figures) -> pd.DataFrame:
     """Output error, the anchor alone being 1: one row a model and policy, all ways of mixing."""
     return pd.DataFrame(
         [
-            {"model": m, "policy": r["policy"], "mixing": r["mixing"], **_estimate(r["error"])}
+            {"model": m, "policy": r["policy"], "mixing": r["mixing"], **estimate(r["error"])}
             for m, r in _first_budget(found)
         ]
     )
@@ -106,7 +108,7 @@ def routing_bytes(found: Figures) -> pd.DataFrame:
     for m, f in found.items():
         for name in dict.fromkeys(r["policy"] for r in f["policies"] if "loss" in r):
             rows = [r for r in f["policies"] if r["policy"] == name]
-            cells = {f"cache of {r['share']:g}": _kilobytes(_estimate(r["bytes"])) for r in rows}
+            cells = {f"cache of {r['share']:g}": _kilobytes(estimate(r["bytes"])) for r in rows}
             out.append({"model": m, "policy": name, **cells, "n": rows[0]["bytes"]["n"]})
     return pd.DataFrame(out)
 
@@ -158,7 +160,7 @@ def late_experts(found: Figures) -> pd.DataFrame:
                 out.append(
                     {
                         "model": m, "deadline": deadline, "way": name, "waits": waits, "token time": time,
-                        **_estimate(loss), "price": price, "undominated": not beaten,
+                        **estimate(loss), "price": price, "undominated": not beaten,
                     }
                 )  # fmt: skip
     return pd.DataFrame(out)
@@ -171,7 +173,7 @@ def late_errors(found: Figures) -> pd.DataFrame:
             {
                 "model": m, "cache share": r["share"], "deadline": r["deadline"], "late": r["mode"],
                 "tokens affected, share": r["late_tokens"]["value"], "experts late, of a token": r["late_experts"],
-                **_estimate(r["error"]),
+                **estimate(r["error"]),
             }
             for m, f in found.items()
             for r in f["late"]
@@ -187,7 +189,7 @@ def late_live(found: Figures) -> pd.DataFrame:
             {
                 "model": m, "experts lie in": r["place"], "late": r["mode"],
                 "tokens affected, share": r["touched"]["value"], "experts late, share": r["late"]["value"],
-                **_estimate(r["loss"]),
+                **estimate(r["loss"]),
             }
             for m, f in found.items()
             for r in f["live"]["rows"]
@@ -222,7 +224,3 @@ def _first_budget(found: Figures):
 
 def _kilobytes(estimate: Mapping[str, Any]) -> str:
     return f"{estimate['value'] / 1e3:,.1f} ± {estimate['se'] / 1e3:,.1f}"
-
-
-def _estimate(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"value": float(row["value"]), "se": float(row["se"] or 0.0), "n": int(row["n"])}

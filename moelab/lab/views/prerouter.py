@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from ...studies.prerouter_verdict import sentences
+from .cells import KB, MS, estimate
 
 Figures = Mapping[str, Mapping[str, Any]]
-KB, MS = 1e-3, 1e3
 
 
 def prerouter_agreement(found: Figures) -> pd.DataFrame:
@@ -23,7 +23,7 @@ def prerouter_agreement(found: Figures) -> pd.DataFrame:
                 "model": m, "predicted by": r["ranking"], "lead, layers": r["lead_layers"],
                 "lead, ms of compute": MS * r["lead_s"], "exact set": r["exact"]["value"],
                 "first choice": r["top1"]["value"], "place of the first choice": r["rank"]["value"],
-                **_estimate(r["recall"]),
+                **estimate(r["recall"]),
             }
             for m, r in _rows(found, "agreement", "rows")
         ]
@@ -34,7 +34,7 @@ def prerouter_less(found: Figures) -> pd.DataFrame:
     """Estimates of recall of the full heads less that of every other ranking, on the same experts."""
     return pd.DataFrame(
         [
-            {"model": m, "full heads less": r["ranking"], **_estimate(r["recall"])}
+            {"model": m, "full heads less": r["ranking"], **estimate(r["recall"])}
             for m, r in _rows(found, "agreement", "less")
         ]
     )
@@ -46,8 +46,8 @@ def prerouter_bytes(found: Figures) -> pd.DataFrame:
         [
             {
                 "model": m, "predicted by": r["ranking"], "lead, layers": r["lead_layers"],
-                "weights, kB": KB * r["nbytes"], "read ahead, kB a token": KB * r["read"]["value"],
-                "of that unused, kB": KB * r["wasted"]["value"], **_estimate(r["covered"]),
+                "weights, kB": r["nbytes"] / KB, "read ahead, kB a token": r["read"]["value"] / KB,
+                "of that unused, kB": r["wasted"]["value"] / KB, **estimate(r["covered"]),
             }
             for m, r in _rows(found, "agreement", "rows")
         ]
@@ -61,7 +61,7 @@ def prerouter_frontier(found: Figures) -> pd.DataFrame:
         [
             {
                 "panel": f"{m}: {kind}", "predicted by": _weighed(r), "share": r[name]["value"],
-                "lead, ms of compute": MS * r["lead_s"], "read ahead, kB a token": KB * r["read"]["value"],
+                "lead, ms of compute": MS * r["lead_s"], "read ahead, kB a token": r["read"]["value"] / KB,
             }
             for m, r in _rows(found, "agreement", "rows")
             for kind, name in kinds.items()
@@ -89,7 +89,7 @@ def prerouter_layer_table(found: Figures, ranking: str) -> pd.DataFrame:
         [
             {
                 "model": m, "layer": r["layer"], "exact set": r["exact"]["value"], "first choice": r["top1"]["value"],
-                "place of the first choice": r["rank"]["value"], **_estimate(r["recall"]),
+                "place of the first choice": r["rank"]["value"], **estimate(r["recall"]),
             }
             for m, r in _rows(found, "agreement", "layers")
             if r["ranking"] == ranking
@@ -172,7 +172,7 @@ def prerouter_past(found: Figures) -> pd.DataFrame:
         [
             {
                 "model": m, "decoded tokens": f"{r['from'] + 1} to {r['to'] + 1}",
-                "greedy agreement": r["greedy"]["value"], **_estimate(r["past"]),
+                "greedy agreement": r["greedy"]["value"], **estimate(r["past"]),
             }
             for m, f in found.items()
             for r in f["position"]
@@ -187,7 +187,7 @@ def prerouter_own(found: Figures) -> pd.DataFrame:
         [
             {
                 "model": m, "mode": r["arm"], "native loss on it, nats": r["loss"]["value"],
-                "native agrees": r["agrees"]["value"], **_estimate(r["equal_tokens"]),
+                "native agrees": r["agrees"]["value"], **estimate(r["equal_tokens"]),
             }
             for m, f in found.items()
             for r in f["own"]["rows"]
@@ -253,17 +253,13 @@ def _cost(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "perplexity, ×": math.exp(row["loss"]["value"]), "greedy agreement": row["greedy"]["value"],
         "routes replaced": row["replaced"]["value"], "recall of heads": row["recall"]["value"],
-        **_estimate(row["loss"]),
+        **estimate(row["loss"]),
     }  # fmt: skip
 
 
 def _weighed(row: Mapping[str, Any]) -> str:
-    return f"{row['ranking']} ({KB * row['nbytes']:,.0f} kB)" if row["nbytes"] else row["ranking"]
+    return f"{row['ranking']} ({row['nbytes'] / KB:,.0f} kB)" if row["nbytes"] else row["ranking"]
 
 
 def _rows(found: Figures, part: str, name: str):
     return ((m, row) for m, f in found.items() for row in f[part][name])
-
-
-def _estimate(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {"value": float(row["value"]), "se": float(row["se"] or 0.0), "n": int(row["n"])}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from .cells import HOLDS, KB, MS
+
 Figures = Mapping[str, Mapping[str, Any]]
-KB, MS = 1e-3, 1e3
-HOLDS = {True: "holds", False: "does not hold", None: "no evidence"}
 
 
 def gain_measured(found: Figures) -> pd.DataFrame:
@@ -23,7 +23,7 @@ def gain_measured(found: Figures) -> pd.DataFrame:
                 "model": m, "cache, token cycles": r["cycles"], "reads ÷ compute": _disk(r), "arm": r["arm"],
                 "ms a token": MS * r["seconds"],
                 "least to greatest": f"{MS * r['seconds_least']:.1f} to {MS * r['seconds_greatest']:.1f}",
-                "exposed ms": MS * r["exposed"], "bound ms": MS * r["bound"], "kB a token": KB * r["nbytes"],
+                "exposed ms": MS * r["exposed"], "bound ms": MS * r["bound"], "kB a token": r["nbytes"] / KB,
                 "bytes ÷ off": r["bytes_ratio"], "share of the possible": r["share"],
                 "its least to greatest": _ends(r["share_least"], r["share_greatest"]), "texts": r["n"],
             }

@@ -7,6 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from .cells import MB
+
 POINTS = {
     "off": "no prediction",
     "step_boundary": "synchronous boundary",
@@ -14,7 +16,6 @@ POINTS = {
     "in_forward": "in the forward",
 }
 AXES = {"recall": "recall of the predictor", "waste": "useless candidates a useful one", "speedup": "speed-up"}
-MB = 1e6
 
 
 def issue_points(rows: Iterable[Mapping[str, Any]]) -> pd.DataFrame:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from .cells import HOLDS, MB
+
 Figures = Mapping[str, Mapping[str, Any]]
-HOLDS = {True: "holds", False: "does not hold", None: "no evidence"}
-MB = 1e6
 
 
 def streamed(found: Figures) -> pd.DataFrame:
