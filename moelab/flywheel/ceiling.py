@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from .. import artifacts, disk, models
+from .. import artifacts, disk, models, quiet
 from ..params import Options, param
 from ..routes import DECODED, PREFILLED, Routes, concat
 from ..streaming.cache.eviction import ExpectedNextUse, LayerLfu, Lru
@@ -254,9 +254,9 @@ def _machine(
     loaded, observed, routes: Routes, visits, counted, total: int, options: CeilingOptions
 ) -> tuple[Ceiling, dict[str, Any]]:
     """This machine: measured disk, measured compute, and the bound they give at the judged cache share."""
-    with tempfile.TemporaryDirectory(dir=artifacts.artifacts_dir()) as folder:
+    with tempfile.TemporaryDirectory(dir=artifacts.artifacts_dir()) as folder, quiet.timing():
         profile = disk.measure(folder, file_bytes=64 << 20, seconds=options.disk_seconds, repeats=3)
-    compute_s = _compute_seconds(loaded, observed[0].token_ids, options.compute_steps)
+        compute_s = _compute_seconds(loaded, observed[0].token_ids, options.compute_steps)
     budget = int(options.machine_cache * total)
     found = bound(
         visits, routes.expert_bytes, top_k=routes.top_k, budget=budget, compute_s=compute_s,
