@@ -11,7 +11,7 @@
 Names are imported on first use, so that `activate` can run before mlx is loaded.
 """
 
-from importlib import import_module
+from ..lazy import exports
 
 _HOMES = {
     "lean": ("without_torch",),
@@ -25,15 +25,4 @@ _HOMES = {
     "runtime": ("activate", "find_openblas", "report_progress", "run_workers", "runtime_identity", "synchronisation_s"),
     "known_answers": ("self_test",),
 }
-_OWNER = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_OWNER)
-
-
-def __getattr__(name: str):
-    if name not in _OWNER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_OWNER[name]}", __name__), name)
-
-
-def __dir__():
-    return __all__
+__getattr__, __dir__, __all__ = exports(__name__, _HOMES)

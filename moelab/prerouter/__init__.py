@@ -15,7 +15,7 @@ slots or cache), `modes` of using them, and the `supply` map of where every rout
 Names are imported on first use: `spec` needs nothing, `heads` and what runs them mlx, `torch_form` torch.
 """
 
-from importlib import import_module
+from ..lazy import exports
 
 _HOMES = {
     "spec": ("PrerouterSpec", "Tier", "TIERS", "Wiring", "edge0_35b", "edge0_8b", "scaled"),
@@ -28,15 +28,4 @@ _HOMES = {
     "supply": ("Source", "Supply"),
     "files": ("convert_legacy", "find_weights", "load_heads", "read_heads", "write_heads"),
 }
-_OWNER = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_OWNER)
-
-
-def __getattr__(name: str):
-    if name not in _OWNER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_OWNER[name]}", __name__), name)
-
-
-def __dir__():
-    return __all__
+__getattr__, __dir__, __all__ = exports(__name__, _HOMES)

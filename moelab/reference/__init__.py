@@ -9,7 +9,7 @@ and transformers, exported to checkpoints that stock mlx-lm loads, and calibrate
 computed on their routes and on recorded routes of large models, so that a reader sees the distance.
 """
 
-from importlib import import_module
+from ..lazy import exports
 
 _HOMES = {
     "corpus": ("Corpus", "read_corpus", "write_thread_texts"),
@@ -25,15 +25,4 @@ _HOMES = {
     "notebook": ("ReferenceOptions", "train_models"),
     "views": ("calibration_frame", "comparison_frame", "evaluation_frame", "loss_frame", "text_frame"),
 }
-_OWNER = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_OWNER)
-
-
-def __getattr__(name: str):
-    if name not in _OWNER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_OWNER[name]}", __name__), name)
-
-
-def __dir__():
-    return __all__
+__getattr__, __dir__, __all__ = exports(__name__, _HOMES)

@@ -13,7 +13,7 @@ From the disk up, and each room knows those before it alone:
 Names are imported on first use: the decisions and the simulator need numpy at most.
 """
 
-from importlib import import_module
+from ..lazy import exports
 
 _HOMES = {
     "cache.eviction": (
@@ -53,15 +53,4 @@ _HOMES = {
     "simulation.simulation": ("Simulation", "share_of_possible"),
     "simulation.validation": ("Recording", "device_of", "record", "resimulate", "wake_late_s"),
 }
-_OWNER = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_OWNER)
-
-
-def __getattr__(name: str):
-    if name not in _OWNER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_OWNER[name]}", __name__), name)
-
-
-def __dir__():
-    return __all__
+__getattr__, __dir__, __all__ = exports(__name__, _HOMES)

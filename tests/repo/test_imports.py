@@ -6,7 +6,7 @@ import sys
 import pytest
 from repository import PACKAGE, imports, modules, room
 
-BASE = {"commands", "errors", "files", "artifacts", "params", "routes", "traces", "threads", "disk", "quiet"}
+BASE = {"commands", "errors", "lazy", "files", "artifacts", "params", "routes", "traces", "threads", "disk", "quiet"}
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
     "models": BASE,

@@ -7,7 +7,7 @@ arms, worker each runtime in a process of its own
 comparison, judge, stage
 """
 
-from importlib import import_module
+from ...lazy import exports
 
 _HOMES = {
     "generated": ("Shape",),
@@ -16,15 +16,4 @@ _HOMES = {
     "stage": ("PeersOptions", "Comparison", "compare_peers", "committed", "record", "write"),
     "views": ("peer_rows",),
 }
-_OWNER = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = sorted(_OWNER)
-
-
-def __getattr__(name: str):
-    if name not in _OWNER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_OWNER[name]}", __name__), name)
-
-
-def __dir__():
-    return __all__
+__getattr__, __dir__, __all__ = exports(__name__, _HOMES)
