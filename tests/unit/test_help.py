@@ -10,6 +10,7 @@ from moelab.__main__ import ACTS, main
 from moelab.commands import NOT_ACCEPTED
 
 VERBS = tuple(ACTS)
+# Built apart from `commands`: policies stand alone, and the other has nothing to parse but sizes of its study.
 OWN_PARSER = {"moelab.policies.bench", "moelab.studies.streaming_timing"}
 MODULES = sorted(
     "moelab." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__main__")
