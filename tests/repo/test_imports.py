@@ -6,7 +6,10 @@ import sys
 import pytest
 from repository import PACKAGE, imports, modules, room
 
-BASE = {"commands", "errors", "lazy", "files", "artifacts", "params", "routes", "traces", "threads", "disk", "quiet"}
+BASE = {
+    "artifacts", "commands", "disk", "disk_profile", "errors", "files", "lazy", "params", "quiet", "routes", "threads",
+    "traces",
+}  # fmt: skip
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),
     "models": BASE,

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moelab.disk import declared
+from moelab.disk_profile import declared
 from moelab.errors import ContractError, GeometryError
 from moelab.flywheel.bounds import ceiling, hit_curve, overlap, roofline, token_bytes
 from moelab.flywheel.breakeven import NEVER

@@ -1,11 +1,11 @@
-"""The virtual device: its rule by hand, its rate against `disk.declared`, and a throttle in real time."""
+"""The virtual device: its rule by hand, its rate against `disk_profile.declared`, and a throttle in real time."""
 
 import threading
 import time
 
 import pytest
 
-from moelab.disk import declared
+from moelab.disk_profile import declared
 from moelab.errors import ContractError
 from moelab.streaming.store.device import Throttle, VirtualDevice
 

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from moelab import disk
-from moelab.disk import DiskCell, DiskProfile, declared, measure
+from moelab.disk import measure
+from moelab.disk_profile import DiskCell, DiskProfile, declared
 from moelab.errors import ContractError, RecordError
 
 QUICK = dict(sizes=(4096, 65536), depths=(1, 3), file_bytes=1 << 20, seconds=0.02, repeats=2)

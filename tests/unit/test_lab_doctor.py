@@ -2,7 +2,7 @@
 
 import pytest
 
-from moelab.disk import declared
+from moelab.disk_profile import declared
 from moelab.errors import IdentityError, MissingArtifactError
 from moelab.lab import doctor
 

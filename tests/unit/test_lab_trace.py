@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moelab import disk
+from moelab import disk, disk_profile
 from moelab.__main__ import main
 from moelab.lab import trace
 
@@ -30,7 +30,7 @@ def write(path, *, tokens=60, decoded=True, expert_bytes=1 << 20, fixed=False, t
 
 @pytest.fixture
 def quick_disk(monkeypatch):
-    profile = disk.declared(latency_s=1e-4, bytes_per_s=1e9, note="test")
+    profile = disk_profile.declared(latency_s=1e-4, bytes_per_s=1e9, note="test")
     monkeypatch.setattr(disk, "measure", lambda *_, **__: profile)
 
 

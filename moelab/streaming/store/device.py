@@ -2,7 +2,7 @@
 
 `VirtualDevice` is one clock for everybody who reads. Every read waits `latency_s`, side by side with the
 others, then all share one link of `bytes_per_s`, in the order in which they were booked. With d reads of s
-bytes in flight that gives the rate of `moelab.disk.declared`, min(bandwidth, d·s / (latency + s/bandwidth)).
+bytes in flight that gives the rate of `disk_profile.declared`, min(bandwidth, d·s / (latency + s/bandwidth)).
 It knows no real time: `book(now, nbytes)` is a sum and a maximum. The simulator books on a simulated clock,
 and `Throttle` books on the real one and waits until the answer, so that a study's disk and its simulation
 follow the same rule to the last bit. (A sleep in every thread would give N threads N times the bandwidth.)
