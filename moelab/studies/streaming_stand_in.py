@@ -36,7 +36,7 @@ PRECISION = "float32"
 
 
 def stand_in(options: StreamingOptions) -> dict[str, Any]:
-    """Figures of the stand-in: `expert_bytes`, `reads`, `overlap` and `claims`, as `streaming_study.streaming` gives them."""
+    """Figures of the stand-in: `expert_bytes`, `reads`, `overlap`, `claims`, as `streaming_study` has them."""
     (path,) = models.run_workers(_build, [{"options": options}], blas="auto", workers=1)
     return artifacts.read_json(path / RESULT)
 

@@ -210,7 +210,6 @@ def engine(request: Request) -> Running:
     def report() -> dict[str, Any]:
         decoded = cache.counters(DECODED)
         return {
-            "store_busy_s": store.busy_s,
             "decode_hits": decoded.warm_hits + decoded.cold_hits,
             "decode_misses": decoded.warm_misses + decoded.cold_misses,
             "slot_bytes": cache.high_water_bytes,

@@ -26,6 +26,7 @@ class Read:
         length: bytes asked for, `need` rounded up as the reader demands.
         pieces: `(number of the tensor, its place within the read)`.
         direct: the bytes are those of the slot, each where it belongs.
+        whole: and with their rounding they are as long as the slot.
     """
 
     file: int
@@ -34,6 +35,7 @@ class Read:
     length: int
     pieces: tuple[tuple[int, int], ...]
     direct: bool
+    whole: bool
 
     def place(self, layout: ExpertLayout, buffer: np.ndarray, slot: np.ndarray) -> None:
         """Copy or convert each piece of `buffer` to where it belongs in `slot` (both `u8`)."""
@@ -61,7 +63,9 @@ def plan_reads(layout: ExpertLayout, places: Sequence[tuple[int, int]], *, align
         pieces = tuple((number, begin - start) for _, begin, _, number in group)
         direct = layout.plain and len(pieces) == len(layout.tensors)
         direct = direct and all(at == layout.offsets[number] for number, at in pieces)
-        reads.append(Read(group[0][0], start, end - start, -(-(end - start) // align) * align, pieces, direct))
+        length = -(-(end - start) // align) * align
+        whole = direct and length == layout.slot_bytes
+        reads.append(Read(group[0][0], start, end - start, length, pieces, direct, whole))
     return tuple(reads)
 
 

@@ -12,11 +12,13 @@ The store knows nothing of mlx, and any number of threads may read from it at on
 from __future__ import annotations
 
 import os
-import threading
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,26 +60,31 @@ class ExpertStore:
         experts: E in each.
         layouts: one `ExpertLayout` a layer.
         reads, payload_bytes, physical_bytes: experts read; their bytes as stored; the bytes asked of the device.
-        busy_s: time during which at least one read was in progress.
     """
 
     def __init__(
         self, source: Source, *, reader: str = "auto", device: VirtualDevice | None = None, check_reads: bool = False
     ):
         self.layers, self.experts, self.layouts = source.layers, source.experts, source.layouts
-        self.reads = self.payload_bytes = self.physical_bytes = 0
-        self.busy_s = 0.0
         self._source, self._check = source, check_reads
         if check_reads:
             self._require_checksums("check_reads")
         self._throttle = None if device is None else Throttle(device)
+        self._special = check_reads or device is not None
         self._plans: dict[tuple[int, int], tuple[Read, ...]] = {}
         self._bounce = Bounce()
-        self._lock = threading.Lock()
-        self._idle = threading.Condition(self._lock)
-        self._reading, self._since = 0, 0.0
+        # By thread, so that no read waits for another one's books: who reads, and what it has read.
+        self._reading: set[int] = set()
+        self._counts: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._closed, self._process = False, os.getpid()
         self._reader = open_reader(reader, source.files)
+
+    reads = property(lambda self: self._count(0))
+    payload_bytes = property(lambda self: self._count(1))
+    physical_bytes = property(lambda self: self._count(2))
+
+    def _count(self, number: int) -> int:
+        return sum(counts[number] for counts in list(self._counts.values()))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -112,63 +119,48 @@ class ExpertStore:
             StoreError: closed, or opened in another process; the file ended early; the system reports an
                 error; the checksum is wrong. The contents of `out` are then undefined: nothing may use them.
         """
-        return self._read(layer, expert, out, check=self._check)
-
-    def _read(self, layer: int, expert: int, out: np.ndarray, *, check: bool) -> int:
-        # The device idles until the next read is asked for, so on small experts every call here shows in the rate.
+        # The device idles until the next read is asked for, so on small experts every call made here shows in the rate.
         plan, layout = self._plans.get((layer, expert)) or self._plan(layer, expert), self.layouts[layer]
-        if out.shape != (layout.slot_bytes,) or out.dtype is not U8 or out.strides != (1,):
+        if out.shape != (layout.slot_bytes,) or out.dtype != U8 or out.strides != (1,):
             raise GeometryError(
                 "memory does not fit an expert", field="out", got=(str(out.dtype), out.shape),
                 expected=f"contiguous uint8 ({layout.slot_bytes},)",
             )  # fmt: skip
-        if os.getpid() != self._process:
-            raise self._of_another_process()
-        with self._lock:
-            if self._closed:
-                raise StoreError("this expert store is closed", field="store", got="closed", expected="open")
-            if not self._reading:
-                self._since = time.perf_counter()
-            self._reading += 1
-        physical, done = 0, False
+        me = get_ident()
+        self._reading.add(me)  # then the look at `_closed`; `close` does both the other way round
         try:
-            if self._throttle is None:
-                physical = self._fetch(layer, expert, plan, out, check)
-            else:
-                with self._throttle.read(sum(read.length for read in plan)):
-                    physical = self._fetch(layer, expert, plan, out, check)
-            done = True
-        finally:
-            with self._lock:
-                self._reading -= 1
-                self.reads += done
-                self.payload_bytes += layout.stored_bytes * done
-                self.physical_bytes += physical
-                if not self._reading:
-                    self.busy_s += time.perf_counter() - self._since
-                    if self._closed:  # and `close` waits
-                        self._idle.notify_all()
-        return physical
-
-    def _fetch(self, layer: int, expert: int, plan: tuple[Read, ...], out: np.ndarray, check: bool) -> int:
-        """All reads of one expert; the bytes asked of the device."""
-        physical = 0
-        for read in plan:
-            buffer = None
-            if read.direct:  # types and places are those of the slot: the disk fills it
-                buffer = out if read.length == len(out) else out[: read.length]
+            if self._closed or os.getpid() != self._process:
+                raise self._unusable()
+            read = plan[0]
+            if read.whole and not self._special:
                 try:
-                    physical += self._reader.fetch(read.file, read.start, read.need, buffer)
+                    physical = self._reader.fetch(read.file, read.start, read.need, out)
                 except StoreError:
                     if address(out) % self._reader.align == 0:
                         raise
-                    buffer = None  # memory that such a read cannot fill
-            if buffer is None:  # by way of this thread's own
-                buffer = self._bounce.take(read.length)
-                physical += self._reader.fetch(read.file, read.start, read.need, buffer)
-                read.place(self.layouts[layer], buffer, out)
+                    physical = self._fetch(layer, expert, plan, out, self._check)  # a disk cannot fill such memory
+            else:
+                with self._throttle.read(sum(read.length for read in plan)) if self._throttle else nullcontext():
+                    physical = self._fetch(layer, expert, plan, out, self._check)
+        finally:
+            self._reading.discard(me)
+        counts = self._counts[me]
+        counts[0] += 1
+        counts[1] += layout.stored_bytes
+        counts[2] += physical
+        return physical
+
+    def _fetch(self, layer: int, expert: int, plan: tuple[Read, ...], out: np.ndarray, check: bool) -> int:
+        """All reads of one expert, through memory of this thread where the disk cannot fill the slot; bytes asked."""
+        physical, fits = 0, address(out) % self._reader.align == 0
+        for read in plan:
+            direct = read.direct and fits
+            buffer = out[: read.length] if direct else self._bounce.take(read.length)
+            physical += self._reader.fetch(read.file, read.start, read.need, buffer)
             if check:
                 self._compare(layer, expert, read, buffer)
+            if not direct:
+                read.place(self.layouts[layer], buffer, out)
         return physical
 
     def read(self, layer: int, expert: int) -> dict[str, np.ndarray]:
@@ -186,18 +178,20 @@ class ExpertStore:
     def verify(self) -> None:
         """Read every expert of a pack and compare its checksum. Raises StoreError at the first that differs."""
         self._require_checksums("verify")
+        if self._closed or os.getpid() != self._process:
+            raise self._unusable()
         for layer, layout in enumerate(self.layouts):
             slot = aligned(layout.slot_bytes)
             for expert in range(self.experts):
-                self._read(layer, expert, slot, check=True)
+                self._fetch(layer, expert, self._plan(layer, expert), slot, True)
 
     def close(self) -> None:
         """Wait for reads in progress, then close the files. Safe to call twice."""
-        with self._idle:
-            self._closed = True
-            # A descriptor closed under a read could be given to another file, whose bytes would then be read.
-            self._idle.wait_for(lambda: not self._reading)
-            self._reader.close()
+        self._closed = True
+        # A descriptor closed under a read could be given to another file, whose bytes would then be read.
+        while self._reading:
+            time.sleep(1e-3)
+        self._reader.close()
 
     def __reduce__(self) -> None:
         raise StoreError(
@@ -242,7 +236,9 @@ class ExpertStore:
                 fix="moelab pack MODEL OUT",
             )  # fmt: skip
 
-    def _of_another_process(self) -> StoreError:
+    def _unusable(self) -> StoreError:
+        if os.getpid() == self._process:
+            return StoreError("this expert store is closed", field="store", got="closed", expected="open")
         return StoreError(
             "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
             fix="open a store in each process, and start processes by spawn",
