@@ -264,12 +264,13 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the share of routing for every policy, then every claim; with `--out`, write the rows."""
     parser = argparse.ArgumentParser(
         prog="python -m moelab.policies.bench",
-        description="What dispatch costs: every selection policy, and the default one beside a loop over tokens, a"
-        " dense run of every specialist (minutes where they are many) and one batched product over as many rows.",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--experts", type=_at_least(4), nargs="+", default=[8, 64, 256], help="specialists")
     parser.add_argument("--tokens", type=_at_least(1), nargs="+", default=[1, 4096], help="tokens of a batch")
@@ -278,7 +279,7 @@ def main() -> None:
         "--rounds", type=_at_least(1), default=1, help="of many tokens; of one token two hundred times as many"
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = []
     for row in measure(given.experts, given.tokens, hidden=given.hidden, rounds=given.rounds):

@@ -1,6 +1,10 @@
 """What streaming is asked to do in time, on an idle machine: hide reads, be predicted by the simulator, lose nothing.
 
-    make timing        # -> reports/committed/timing.json; about ten minutes, and nothing else may run meanwhile
+    make timing        # about ten minutes, and nothing else may run meanwhile
+
+is the same as
+
+    python -m moelab.studies.streaming_timing reports/committed/timing.json
 
 Three models. The *stand-in* has experts of half a megabyte at 4 bits (`models.stand_in`) and is the one that is judged:
 its reads take what reads of streamed models take. The embedded reference models stand beside it: their experts are so
@@ -13,7 +17,6 @@ on this disk; the store reads as fast as a raw probe.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import os
 import tempfile
@@ -24,6 +27,7 @@ from typing import Any
 import numpy as np
 
 from .. import artifacts, models
+from ..commands import Parser
 from .streaming_stand_in import PROMPT, STAND_IN, prompt
 
 RATIOS = (0.5, 1.0, 2.0)
@@ -127,13 +131,15 @@ def study(beside: Sequence[str], *, tokens: int, repeats: int) -> dict[str, Any]
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="What streaming is asked to do in time; needs an idle machine.")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="python -m moelab.studies.streaming_timing", description=__doc__)
     parser.add_argument("out", type=Path, help="JSON file to write")
-    parser.add_argument("--models", nargs="*", default=["softmax", "sigmoid"], help="measured beside the stand-in")
+    parser.add_argument(
+        "--models", nargs="*", default=["softmax", "sigmoid"], help="measured beside the stand-in (both embedded)"
+    )
     parser.add_argument("--tokens", type=int, default=33, help="of an answer, the first of which is not timed")
     parser.add_argument("--repeats", type=int, default=5, help="answers of each arm that count")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     found = study(options.models, tokens=options.tokens, repeats=options.repeats)
     artifacts.write_json(options.out, found)
     for row in found["claims"]:
