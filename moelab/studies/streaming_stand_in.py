@@ -100,8 +100,9 @@ def measure(options: StreamingOptions, folder: Path) -> dict[str, Any]:
                 {"place": place, **row}
                 for place, source, store in read
                 for row in streaming_reads.throughput(
-                    store, source, depths=options.depths, repeats=options.read_repeats, seed=options.seed,
-                    reads=max(turn_bytes // store.nbytes(0), 8),
+                    store, source, depths=options.depths, seed=options.seed,
+                    # Larger reads scatter less than those of a model with small experts, and take longer.
+                    repeats=max(options.read_repeats // 2, 2), reads=max(turn_bytes // store.nbytes(0), 8),
                 )
             ]  # fmt: skip
             overlapped = streaming_overlap.overlap(
