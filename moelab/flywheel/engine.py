@@ -9,6 +9,7 @@ nothing after the last router is computed, as in replay: neither its experts nor
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,8 @@ def opened(model: str) -> Iterator[LoadedModel]:
             `streaming.StreamedModel.load`.
     """
     name, budget = models.split_budget(model)
+    if models.in_worker() and "transformers" not in sys.modules:
+        models.without_torch()  # which takes longer to import than a small model to load
     if budget is None:
         yield models.load(name)
         return

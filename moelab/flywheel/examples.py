@@ -27,8 +27,8 @@ import numpy as np
 from ..errors import ContractError, ParameterError
 from .batches import BatchShape, replay
 from .dataset import Dataset
+from .lesson import Examples
 from .observations import Records
-from .train import Examples
 
 if TYPE_CHECKING:
     from ..models import LoadedModel

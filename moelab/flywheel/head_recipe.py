@@ -14,8 +14,8 @@ from ..models.families import RoutingFamily
 from ..prerouter import Tier, scaled
 from .controls import Control, DecayedHistory, Popularity, PreviousToken, Random
 from .cooccurrence import CoOccurrence
+from .lesson import Recipe
 from .metrics import ranks
-from .train import Recipe
 
 SCALES = tuple(2.0 ** (-k / 2) for k in range(13))
 """Tried for each layer: 1 to 1/64."""
@@ -23,7 +23,7 @@ SCALES = tuple(2.0 ** (-k / 2) for k in range(13))
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRecipe:
-    """Widths of both forms (`hidden` D, `rank` R) and how each is trained; see `train.Recipe`."""
+    """Widths of both forms (`hidden` D, `rank` R) and how each is trained; see `lesson.Recipe`."""
 
     hidden: int = 512
     rank: int = 192

@@ -46,8 +46,9 @@ from .evaluation import HeldOut, Judged, judge, write_ranks
 from .examples import regenerate
 from .head_examples import HORIZON, HeadRows, consumers, head_rows, on_layers
 from .head_recipe import HeadRecipe, head_controls, recalled, tier_of, weight_scale
+from .lesson import Examples, Recipe
 from .observations import Records
-from .train import Examples, Recipe, fit
+from .train import fit
 from .training import TrainingOptions, labels_status
 
 TABLE, RANKS, HISTORY = "table.json", "ranks.safetensors", "history.json"

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..routes import Routes
 from .head_examples import HeadRows, head_rows
-from .train import Examples
+from .lesson import Examples
 
 if TYPE_CHECKING:
     import mlx.core as mx

@@ -19,7 +19,7 @@ of (seed, e) and the learning rate one of the step, so a run killed anywhere res
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,62 +29,11 @@ import torch
 from ..artifacts import digest_json, digest_tensors, read_tensors, write_tensors
 from ..errors import GateRefusedError, GeometryError, IdentityError, RecordError
 from .calibrate import calibrate
+from .lesson import Examples, Recipe
 from .predictors import NearTermPredictor, anchored, as_tensor
 
 ANCHOR_ROWS = 1024
 """Rows that the gate's first gain and bias are fitted on: two numbers a layer need no more."""
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Training rows in memory. `gate_scores` is None for a predictor that does not use them.
-
-    features: f32|f16 [T, L, H], row l belongs to target layer l.
-    ids: integer [T, L, K], native experts in rank order.
-    gate_scores: f32 [T, L, E] | None.
-    """
-
-    features: np.ndarray
-    ids: np.ndarray
-    gate_scores: np.ndarray | None = None
-
-    def __post_init__(self):
-        T, L = self.ids.shape[:2]
-        for name in ("features", "gate_scores"):
-            value = getattr(self, name)
-            if value is not None and value.shape[:2] != (T, L):
-                raise GeometryError("rows do not line up", field=name, got=value.shape[:2], expected=(T, L))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def rows(self, index: np.ndarray | slice) -> Examples:
-        gate = None if self.gate_scores is None else self.gate_scores[index]
-        return Examples(self.features[index], self.ids[index], gate)
-
-    def digest(self) -> str:
-        """Digest of the very arrays that are trained on."""
-        arrays = {"features": self.features, "ids": self.ids, "gate_scores": self.gate_scores}
-        return digest_tensors({name: value for name, value in arrays.items() if value is not None})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How to train. `deadline` [L] weighs the rank term of layers; None weighs them equally."""
-
-    epochs: int = 6
-    batch: int = 128
-    learning_rate: float = 3e-3
-    weight_decay: float = 0.01
-    over: float = 0.05
-    calibration: float = 1.0
-    seed: int = 0
-    deadline: tuple[float, ...] | None = None
-
-    def __post_init__(self):
-        if min(self.epochs, self.batch) < 1:
-            got = (self.epochs, self.batch)
-            raise GeometryError("nothing would be trained", field="epochs, batch", got=got, expected=">= 1")
 
 
 def loss(scores: torch.Tensor, ids: torch.Tensor, recipe: Recipe) -> torch.Tensor:

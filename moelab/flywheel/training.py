@@ -41,10 +41,11 @@ from .examples import (
     shifted,
 )
 from .head_recipe import HeadRecipe
+from .lesson import Examples, Recipe
 from .metrics import ranks
 from .observations import Records
 from .predictors import NearTermPredictor, PredictorIdentity
-from .train import Examples, Recipe, fit
+from .train import fit
 
 TABLE, RANKS, HISTORY = "table.json", "ranks.safetensors", "history.json"
 

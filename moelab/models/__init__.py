@@ -22,7 +22,8 @@ _HOMES = {
     "taps": ("Tap", "TapRecord", "FEATURES"),
     "gate_weights": ("GateWeights",),
     "loading": ("LoadedModel", "MoEGeometry", "load", "find"),
-    "runtime": ("activate", "find_openblas", "report_progress", "run_workers", "runtime_identity", "synchronisation_s"),
+    "runtime": ("activate", "find_openblas", "in_worker", "report_progress", "run_workers")
+    + ("runtime_identity", "synchronisation_s"),
     "known_answers": ("self_test",),
 }
 __getattr__, __dir__, __all__ = exports(__name__, _HOMES)

@@ -198,6 +198,11 @@ def report_progress(message: Any) -> None:
         _messages.put((_task, message))
 
 
+def in_worker() -> bool:
+    """Whether this process was started by `run_workers`: what is chosen for all of it, its task may choose."""
+    return _task is not None
+
+
 def _start_worker(blas: str, threads: int, messages: Any) -> None:
     global _messages
     _messages = messages

@@ -23,6 +23,19 @@ def identity(precision="float32"):
     }
 
 
+def loaded_with(name):
+    """Whether a worker that opens a model has torch, and what `in_worker` says there."""
+    import moelab.flywheel.baselines  # the stages up to the controls
+    import moelab.flywheel.ceiling
+    import moelab.flywheel.qualification  # noqa: F401
+    from moelab.flywheel.engine import opened
+    from moelab.models import in_worker
+
+    with opened(name) as loaded:
+        text = loaded.tokenizer.decode(loaded.tokenizer.encode("a word"))
+    return {"torch": "torch" in sys.modules, "worker": in_worker(), "text": text}
+
+
 def matmul_rows(rows):
     """Largest difference between a product of many rows and the same rows one by one, in float32."""
     import mlx.core as mx

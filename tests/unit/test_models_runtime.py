@@ -12,7 +12,7 @@ import pytest
 import worker_jobs
 
 from moelab.errors import GeometryError, IdentityError, MissingArtifactError, MoelabError, ParameterError
-from moelab.models import activate, find_openblas, load, run_workers, runtime, runtime_identity
+from moelab.models import activate, find_openblas, in_worker, load, run_workers, runtime, runtime_identity
 
 LINUX = platform.system() == "Linux"
 KEYS = ["blas", "blas_threads", "compile", "device", "libraries", "platform", "precision", "residency"]
@@ -180,3 +180,9 @@ def test_workers_end_with_a_killed_parent():
     parent.wait()
     _, alive = psutil.wait_procs(found, timeout=60)  # the job alone would take five times as long
     assert len(found) >= 2 and not alive
+
+
+def test_a_worker_that_opens_a_model_and_trains_nothing_has_no_torch():
+    assert not in_worker()
+    (found,) = run_workers(worker_jobs.loaded_with, [{"name": "softmax"}], workers=1)
+    assert found == {"torch": False, "worker": True, "text": "a word"}
