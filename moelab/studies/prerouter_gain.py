@@ -16,6 +16,7 @@ Times are seconds, sizes bytes.
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -225,6 +226,7 @@ def gain_model(model: str, options: PrerouterOptions, observations: Path, heads:
     subject = _Subject.of(model, observations, plan)
 
     def make(folder: Path) -> dict[str, Any]:
+        gc.freeze()  # every arm's load collects garbage: what this process has by now need not be looked at each time
         result = subject.gain(plan, trained.file(FILES[options.form]), folder)
         artifacts.write_json(folder / RESULT, result)
         return {"content": artifacts.digest_json({name: result[name] for name in ("depth", "sweep", "uses")})}
