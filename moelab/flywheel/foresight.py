@@ -80,5 +80,5 @@ class Opt(Foresight):
         for key, following in zip(keys, self.following[a : a + len(keys)].tolist(), strict=True):
             self.put(key, (-following,))
 
-    def victim(self, visit, spared):
-        return super().victim(visit, frozenset())
+    def victims(self, visit, spared):
+        return super().victims(visit, frozenset())

@@ -187,14 +187,15 @@ def replay(
             chooser = policies[part]
             chooser.touch(visit, keys)
             if held_bytes[part] > limit:
-                spared = frozenset(keys)
+                leaving = chooser.victims(visit, frozenset(keys))
                 while held_bytes[part] > limit:
-                    key = chooser.victim(visit, spared)
+                    key = next(leaving, None)
                     if key is None:  # the visit alone is over the budget
                         key = chooser.victim(visit, frozenset())
                     held.discard(key)
                     held_bytes[part] -= size[key // experts]
                     bits[key] = False
+                leaving.close()
         hit[offsets[0] : offsets[-1]] = hits_here
     return _residency(visits, np.asarray(size), hit, resident, policy.name, budget)
 

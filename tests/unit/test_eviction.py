@@ -147,3 +147,21 @@ def test_unknown_policies_and_options_are_refused():
             policy("hot-pin", **bad)
     with pytest.raises(ContractError, match="no such decay"):
         policy("expected-next-use", decay=1.0)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_victims_taken_in_one_go_are_those_taken_one_by_one(name):
+    """Also who goes next, after what was spared has been put back."""
+    rng = np.random.default_rng(0)
+    together, alone = begun(policy(name)), begun(policy(name))
+    for visit in range(200):
+        layer = visit % L
+        keys = (layer * E + rng.choice(E, 2, replace=False)).tolist()
+        for which in (together, alone):
+            which.touch(visit, keys)
+        count, spared = int(rng.integers(0, 4)), frozenset(keys)
+        leaving = together.victims(visit, spared)
+        gone = [next(leaving, None) for _ in range(count)]
+        leaving.close()
+        assert gone == [alone.victim(visit, spared) for _ in range(count)]
+    assert drain(together, 200) == drain(alone, 200)

@@ -8,7 +8,8 @@ A key is layer·E + expert. Visit v is one layer's turn in one pass, of layer v 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import closing
 
 __all__ = ["Policy", "Ranked"]
 
@@ -34,6 +35,11 @@ class Policy:
     def victim(self, visit: int, spared: Container[int]) -> int | None:
         """Resident that goes first, of those not `spared`; no longer resident afterwards. None = all are spared."""
         raise NotImplementedError
+
+    def victims(self, visit: int, spared: Container[int]) -> Iterator[int]:
+        """Victims one after another, for who evicts several in one go. To be closed before anything else is called."""
+        while (key := self.victim(visit, spared)) is not None:
+            yield key
 
     def remove(self, key: int) -> None:
         """`key` is not resident after all (its read failed, say). Nothing happens if it was not."""
@@ -62,19 +68,25 @@ class Ranked(Policy):
             heapq.heapify(self.heap)
 
     def victim(self, visit, spared):
-        held, chosen = [], None
-        while self.heap and chosen is None:
-            entry = heapq.heappop(self.heap)
-            if self.rank.get(entry[1]) != entry[0]:
-                continue
-            if entry[1] in spared:
-                held.append(entry)
-            else:
-                chosen = entry[1]
-                del self.rank[chosen]
-        for entry in held:
-            heapq.heappush(self.heap, entry)
-        return chosen
+        with closing(self.victims(visit, spared)) as leaving:
+            return next(leaving, None)
+
+    def victims(self, visit, spared):
+        held = []  # what is spared is taken out and put back once, not for every victim
+        try:
+            while self.heap:
+                entry = heapq.heappop(self.heap)
+                rank, key = entry
+                if self.rank.get(key) != rank:
+                    continue
+                if key in spared:
+                    held.append(entry)
+                else:
+                    del self.rank[key]
+                    yield key
+        finally:
+            for entry in held:
+                heapq.heappush(self.heap, entry)
 
     def remove(self, key):
         self.rank.pop(key, None)
