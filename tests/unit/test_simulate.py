@@ -90,6 +90,18 @@ def test_what_threads_take_is_added_to_every_read_by_hand(event_loop):
     assert run(single, **plain, wake_s=0.25, start_s=0.5).exposed.tolist() == [[2.75]]
 
 
+@pytest.mark.parametrize("event_loop", [False, True])
+def test_reads_may_land_in_another_order_than_they_began_by_hand(event_loop):
+    plain = dict(compute_s=0.0, latency_s=0.0, event_loop=event_loop)
+    # The link has the reads until 2 and 4. The first one's thread wakes at 12, and is what the visit waits for.
+    two = Passes.of(np.array([[[0, 1]]], np.uint16), experts=4)
+    assert run(two, threads=2, **plain, wake_s=[10.0, 0.0]).exposed.tolist() == [[12.0]]
+    # Of three, the third is begun at 4 by whoever is free, and is there at 6.
+    three = Passes.of(np.array([[[0, 1, 2], [0, 1, 2]]], np.uint16), experts=4)
+    got = run(three, threads=2, **plain, wake_s=[10.0, 0.0, 3.0])
+    assert got.exposed[0, 0] == 12.0 and got.ready[0, 0] == 12.0
+
+
 def test_the_asking_thread_begins_at_once():
     single = Passes.of(np.array([[[0, 1]]], np.uint16), experts=4)
     got = run(single, threads=1, asking_reads=True, compute_s=0.0, latency_s=0.0, wake_s=0.25, start_s=9.0)

@@ -119,6 +119,18 @@ def test_a_late_completion_of_a_former_grant_changes_nothing():
         cache.settle(1)
 
 
+def test_a_late_completion_is_not_taken_for_a_later_read_of_the_same_expert():
+    """Slots do not tell the two apart: each of them is granted for the first time."""
+    cache = Cache(layers=1, experts=4, slot_bytes=[1], budget=3, policy=policy("lru"), top_k=1)
+    first = cache.reserve(1, speculative=False)
+    cache.abandon(1, first.generation)
+    cache.reserve(0, speculative=False)  # takes the slot
+    second = cache.reserve(1, speculative=False)
+    assert second.slot != first.slot
+    assert not cache.settle(1, first.generation) and not cache.abandon(1, first.generation)
+    assert cache.settle(1, second.generation)
+
+
 def test_visits_refuse_what_they_cannot_mean():
     cache = make(CYCLE)
     for layer, keys, phase, why in (

@@ -25,7 +25,7 @@ class Grant:
 
     Attributes:
         key, pool, slot: which expert, and where.
-        generation: how often the slot has been granted; tells this grant from an earlier one of the slot.
+        generation: number of this grant; tells it from any earlier one, also of the same key in another slot.
         evicted: the key that had to go, if any.
     """
 
@@ -48,7 +48,7 @@ class Part:
 
 
 class Pools:
-    """The slots: which are free, and how often each was granted. Arguments and errors as `divide`.
+    """The slots: which are free, and how often any was granted. Arguments and errors as `divide`.
 
     Attributes:
         slots: of each pool.
@@ -63,7 +63,7 @@ class Pools:
         self.slot_bytes = slot_bytes
         self.occupied = self.high_water = 0
         self._free = [list(range(count))[::-1] for count in self.slots]
-        self._generation = [[0] * count for count in self.slots]
+        self._grants = 0
 
     def take(self, layer: int) -> int | None:
         """A free slot for this layer; None if its part is full."""
@@ -82,10 +82,9 @@ class Pools:
         self._free[self.of[layer]].append(slot)
 
     def grant(self, key: int, layer: int, slot: int, evicted: tuple[int, ...]) -> Grant:
-        """The slot's next generation, for this key."""
-        generation = self._generation[self.of[layer]]
-        generation[slot] += 1
-        return Grant(key, self.of[layer], slot, generation[slot], evicted)
+        """The next generation, for this key."""
+        self._grants += 1
+        return Grant(key, self.of[layer], slot, self._grants, evicted)
 
     def reset_high_water(self) -> int:
         peak, self.high_water = self.high_water, self.occupied
