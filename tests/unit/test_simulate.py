@@ -129,6 +129,18 @@ def test_prediction_in_the_forward_by_hand():
     assert share_of_possible(off, got) == (32 - 25) / (32 - 25)
 
 
+def test_waiting_until_prefetches_leave_a_slot_is_waiting():
+    ids = np.array([[[3], [5]], [[1], [2]], [[1], [2]], [[5], [4]]], np.uint16)
+    routes = Passes.of(ids, experts=6, thread=np.array([0, 0, 2, 2]))
+    predictor = NoisyOracle(routes, recall=0.25, precision=0.5, lead=2, seed=1)
+    got = run(
+        routes, size=33, slots=2, latency_s=0.0, compute_s=0.0, boundary_s=0.7, threads=2, predictor=predictor,
+        issue="async_boundary", patience=1.0,
+    )  # fmt: skip
+    # A token computes nothing and ends 0.7 s after its layers: all else is waiting for 33 s reads, or for their slots.
+    assert got.end[-1] == pytest.approx(4 * 0.7 + got.exposed.sum())
+
+
 def test_prediction_at_an_asynchronous_boundary_by_hand():
     got = run(TWO, **BY_HAND, predictor=Oracle(TWO, lead=2), issue="async_boundary")
     # At 20 the one missing expert (2 of layer 0) is queued: done at 23, its ids are known at 22.5: late by 0.5.

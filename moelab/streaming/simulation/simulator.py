@@ -213,7 +213,7 @@ class _Run:
         each = self.after[step][layer] / max(len(keys), 1)
         groups = [keys] if self.fits and len(keys) <= self.passes.top_k else memory.groups(layer, keys)
         hits = timely = late = 0
-        exposed = behind = 0.0
+        exposed, behind = memory.now - route, 0.0  # where prefetches held every slot
         issued, ready, consume = math.nan, route, route
         for number, group in enumerate(groups):
             if number:  # the group before has been evaluated
