@@ -5,8 +5,8 @@ turn, stops the other processes of its run, and lets them go on at the end. The 
 number into `MOELAB_RUN`: `moelab run`, or else the process that started workers (`models.run_workers`), as a kernel
 under JupyterLab does. Without one only the turn is taken: nobody else's processes are touched.
 
-Who was stopped must go on, whatever happens. So a watchman does it, a process of its own that waits for this one to
-close a pipe: at the end of the section, or because it died.
+Who was stopped must go on, whatever happens. At the end of the section this process sees to it; should it die before, a
+watchman does, a process of its own that waits for the other end of a pipe to close.
 """
 
 from __future__ import annotations
@@ -56,20 +56,25 @@ def others(run: int) -> list:
 
 @contextmanager
 def _stopped() -> Iterator[None]:
-    """The others stand still until the pipe to the watchman is closed; it hears of each before that one is stopped."""
+    """The others stand still meanwhile. The watchman hears of each before that one is stopped."""
     if RUN not in os.environ:
         yield
         return
     import psutil
 
     with subprocess.Popen(["sh", "-c", WATCHMAN], stdin=subprocess.PIPE, start_new_session=True) as watchman:
-        told: set[int] = set()
-        # A process that was just being started is found at the next look.
-        while found := [p for p in others(int(os.environ[RUN])) if p.pid not in told]:
-            for process in found:
-                watchman.stdin.write(f"{process.pid}\n".encode())
-                watchman.stdin.flush()
-                told.add(process.pid)
+        stopped: dict[int, psutil.Process] = {}
+        try:
+            # A process that was just being started is found at the next look.
+            while found := [p for p in others(int(os.environ[RUN])) if p.pid not in stopped]:
+                for process in found:
+                    watchman.stdin.write(f"{process.pid}\n".encode())
+                    watchman.stdin.flush()
+                    stopped[process.pid] = process
+                    with suppress(psutil.NoSuchProcess):
+                        process.suspend()
+            yield
+        finally:
+            for process in stopped.values():
                 with suppress(psutil.NoSuchProcess):
-                    process.suspend()
-        yield
+                    process.resume()

@@ -25,7 +25,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -54,7 +56,6 @@ ROUTING, LOOP, BATCHED = 0.05, 10.0, 2.0
 """Asked: selection and capacity, of dispatch at most; the loop ÷ grouped at least; grouped ÷ batched at most."""
 ASKED_HIDDEN, ASKED_BATCHED = 512, 64
 """Of models this wide at least; and with so many specialists."""
-COMMAND = "python -m moelab.policies.bench --rounds 3 --out reports/committed/dispatch.json"
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _batched(bank: Bank, rows: int, generator: torch.Generator) -> Callable[[], 
 
 
 def _timing(values: list[float]) -> Timing:
-    first, median, third = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    first, median, third = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return Timing(len(values), median, third - first)
 
 
@@ -234,9 +235,8 @@ def judged(rows: Sequence[dict], *, hidden: int) -> list[dict]:
 
     def claim(claim: str, measured: float, bound: float, most: bool, n: int, who: str = "") -> None:
         holds = (measured <= bound if most else measured >= bound) if asked else None
-        found.append(
-            {"claim": claim, "measured": measured, "asked": bound, "most": most, "n": n, "who": who, "holds": holds}
-        )
+        row = {"claim": claim, "measured": measured, "asked": bound, "most": most, "n": n, "who": who, "holds": holds}
+        found.append(row)
 
     for number, many in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
         here = [row for row in rows if (row["experts"], row["tokens"]) == (number, many)]
@@ -246,12 +246,13 @@ def judged(rows: Sequence[dict], *, hidden: int) -> list[dict]:
         size = f"{number} specialists, {many:,} token{'s' * (many > 1)}"
         who = DEFAULT if most["policy"] == ALL_ARMS else most["policy"]
         claim(f"selection and capacity, share of dispatch, {size}", most["median"], ROUTING, True, most["n"], who)
+        grouped, loop, batched = (arms[name] for name in ("grouped", "loop", "batched"))
         if many > 1:
-            loop = arms["loop"]["median"] / arms["grouped"]["median"]
-            claim(f"one token at a time ÷ grouped, {size}", loop, LOOP, False, arms["loop"]["n"])
-        if many > 1 and number == ASKED_BATCHED:
-            batched = arms["grouped"]["median"] / arms["batched"]["median"]
-            claim(f"grouped ÷ one batched pass, {size}", batched, BATCHED, True, arms["batched"]["n"])
+            times = loop["median"] / grouped["median"]
+            claim(f"one token at a time ÷ grouped, {size}", times, LOOP, False, loop["n"])
+            if number == ASKED_BATCHED:
+                times = grouped["median"] / batched["median"]
+                claim(f"grouped ÷ one batched pass, {size}", times, BATCHED, True, batched["n"])
     return found
 
 
@@ -280,6 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     given = parser.parse_args(arguments)
+    if given.out and not given.out.parent.is_dir():
+        parser.error(f"--out: no folder {given.out.parent}")
     torch.set_num_threads(1)
     rows = []
     for row in measure(given.experts, given.tokens, hidden=given.hidden, rounds=given.rounds):
@@ -291,7 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         verdict = {True: "holds", False: "FAILS", None: "-"}[row["holds"]]
         print(f"{verdict:5}  {row['measured']:7.3f}  {row['asked']:5g}  {row['claim']}  {row['who']}")
     if given.out:
-        head = {"schema_version": 1, "command": COMMAND, "date": datetime.date.today().isoformat()}
+        command = shlex.join([*parser.prog.split(), *(sys.argv[1:] if arguments is None else arguments)])
+        head = {"schema_version": 1, "command": command, "date": datetime.date.today().isoformat()}
         shape = {"hidden": given.hidden, "intermediate": 2 * given.hidden}
         given.out.write_text(json.dumps({**head, **shape, "rows": rows}, indent=1) + "\n")
 

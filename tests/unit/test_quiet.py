@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from moelab import models, quiet
@@ -82,6 +83,22 @@ def test_others_go_on_when_the_process_that_takes_times_is_killed(own_root, work
         assert not worker(within=0.5)
         process.kill()
         assert worker()
+
+
+def test_others_go_on_when_the_watchman_is_killed(own_root, worker):
+    with taking_times(**{quiet.RUN: str(os.getpid())}) as process:
+        assert not worker(within=0.5)
+        (watchman,) = psutil.Process(process.pid).children()
+        watchman.kill()
+        end(process)
+    assert worker()
+
+
+def test_others_go_on_after_an_error(own_root, worker):
+    with start(TAKE_TIMES + "    sys.exit(3)", **{quiet.RUN: str(os.getpid())}) as process:
+        assert process.stdout.readline() == "quiet\n" and not worker(within=0.5)
+        process.communicate("\n", timeout=30)
+    assert process.returncode == 3 and worker()
 
 
 def test_nobody_is_touched_outside_of_a_run(own_root, worker, monkeypatch):

@@ -3,8 +3,10 @@
 import errno
 import math
 import os
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +119,53 @@ def test_what_threads_read_side_by_side_is_counted_once_and_whole(source):
             thread.join()
         assert store.reads == len(keys) and store.payload_bytes == len(keys) * LAYOUT.stored_bytes
         assert store.physical_bytes >= store.payload_bytes
+
+
+def held_up(monkeypatch):
+    """Reads that wait for the second event, once the first says that one has begun."""
+    real, begun, on = os.preadv, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        begun.set()
+        on.wait()
+        return real(*arguments)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    return begun, on
+
+
+def test_a_forked_child_does_not_wait_for_the_reads_of_its_parent(source, monkeypatch):
+    store = ExpertStore(source)
+    begun, on = held_up(monkeypatch)
+    reader = threading.Thread(target=store.read, args=(0, 0))
+    reader.start()
+    begun.wait()
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        store.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    on.set()
+    reader.join()
+    store.close()
+
+
+def test_closing_waits_for_a_verification_that_reads(source, monkeypatch):
+    source.checksum = lambda layer, expert: 0
+    monkeypatch.setattr(ExpertStore, "_compare", lambda *_: None)
+    store = ExpertStore(source)
+    begun, on = held_up(monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        verifying = pool.submit(store.verify)
+        begun.wait()
+        closing = pool.submit(store.close)
+        time.sleep(0.05)
+        early = closing.done()
+        on.set()
+        closing.result()
+        assert not early
+        with pytest.raises(StoreError, match="this expert store is closed"):
+            verifying.result()
 
 
 def test_a_declared_device_slows_reads_down(source):

@@ -127,7 +127,7 @@ class ExpertStore:
                 expected=f"contiguous uint8 ({layout.slot_bytes},)",
             )  # fmt: skip
         me = get_ident()
-        self._reading.add(me)  # then the look at `_closed`; `close` does both the other way round
+        self._reading.add(me)  # first this, then a look at `_closed`: `close` sets that, then looks who is reading
         try:
             if self._closed or os.getpid() != self._process:
                 raise self._unusable()
@@ -178,18 +178,24 @@ class ExpertStore:
     def verify(self) -> None:
         """Read every expert of a pack and compare its checksum. Raises StoreError at the first that differs."""
         self._require_checksums("verify")
-        if self._closed or os.getpid() != self._process:
-            raise self._unusable()
+        me = get_ident()
         for layer, layout in enumerate(self.layouts):
             slot = aligned(layout.slot_bytes)
             for expert in range(self.experts):
-                self._fetch(layer, expert, self._plan(layer, expert), slot, True)
+                self._reading.add(me)
+                try:
+                    if self._closed or os.getpid() != self._process:
+                        raise self._unusable()
+                    self._fetch(layer, expert, self._plan(layer, expert), slot, True)
+                finally:
+                    self._reading.discard(me)
 
     def close(self) -> None:
         """Wait for reads in progress, then close the files. Safe to call twice."""
         self._closed = True
-        # A descriptor closed under a read could be given to another file, whose bytes would then be read.
-        while self._reading:
+        # A descriptor closed under a read could be given to another file, whose bytes would then be read. (Who was
+        # reading when a process was forked reads in the parent.)
+        while self._reading and os.getpid() == self._process:
             time.sleep(1e-3)
         self._reader.close()
 
