@@ -267,18 +267,14 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the share of routing for every policy, then every claim; with `--out`, write the rows."""
+    plain = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m moelab.policies.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        prog="python -m moelab.policies.bench", description=__doc__, formatter_class=plain, allow_abbrev=False
     )
     parser.add_argument("--experts", type=_at_least(4), nargs="+", default=[8, 64, 256], help="specialists")
     parser.add_argument("--tokens", type=_at_least(1), nargs="+", default=[1, 4096], help="tokens of a batch")
     parser.add_argument("--hidden", type=_at_least(1), default=512, help="width H; specialists have 2 H inside")
-    parser.add_argument(
-        "--rounds", type=_at_least(1), default=1, help="of many tokens; of one token two hundred times as many"
-    )
+    parser.add_argument("--rounds", type=_at_least(1), default=1, help="of many tokens; of one token 200 times as many")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     given = parser.parse_args(arguments)
     if given.out and not given.out.parent.is_dir():
@@ -296,8 +292,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.out:
         command = shlex.join([*parser.prog.split(), *(sys.argv[1:] if arguments is None else arguments)])
         head = {"schema_version": 1, "command": command, "date": datetime.date.today().isoformat()}
-        shape = {"hidden": given.hidden, "intermediate": 2 * given.hidden}
-        given.out.write_text(json.dumps({**head, **shape, "rows": rows}, indent=1) + "\n")
+        head |= {"hidden": given.hidden, "intermediate": 2 * given.hidden, "rows": rows}
+        given.out.write_text(json.dumps(head, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ def _overlap(figures: Mapping[str, Any]) -> list[dict]:
         for name, where in (("simulated_share", "simulated"), ("share", "measured")):
             known = [row for row in ahead if row[name] is not None]
             best = max(known, key=lambda row: row[name], default=None)
-            spread = _span(best["share_least"], best["share_greatest"]) if best and name == "share" else ""
+            arm = f"by the best arm: {best['arm']}" if best else ""
+            spread = f"{_span(best['share_least'], best['share_greatest'])} {arm}" if best and name == "share" else arm
             found.append(
                 _claim(
                     f"{words}, {where}", None if best is None else best[name], HIDDEN, ahead[0]["n"],

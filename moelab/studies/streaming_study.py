@@ -54,7 +54,9 @@ class StreamingOptions(Options):
     reads: int = param(128, "experts read in one turn of the throughput study", min=1)
     read_repeats: int = param(3, "pairs of turns, store and raw probe", min=2)
     depths: list[int] = param([1, 4], "threads reading at once", min=1)
-    made_up_mb: list[int] = param([1, 4], "sizes, in MiB, of made-up experts that are read beside the models'", min=1)
+    made_up_mb: list[int] = param(
+        [1, 4], "sizes, in MiB, of made-up experts that are read beside the models'", min=1, max=256
+    )
     stand_in_hidden: int = param(256, "width of the stand-in, a multiple of 128; at 768 an expert has .55 MB", min=128)
     disk_seconds: float = param(0.05, "seconds measured for each read size and depth", min=0.01)
     budgets: list[float] = param([0.125, 0.25, 0.5], "cache budgets, as shares of all expert bytes", min=0.01, max=1.0)

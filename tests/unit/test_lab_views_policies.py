@@ -117,7 +117,8 @@ def test_late_experts_live(found):
     assert times["of it waiting, ms"].tolist()[0] == 7.5 and times["kB a token"].tolist()[0] == 2
     assert unfolded(views.late_sentences(found)).splitlines() == [
         "m: with 16 experts a layer in staged slots 90.0% of 10 tokens would raise; in nats a token doing without "
-        "costs zero +0.250 ± 0.020, and takes 20.0 ms for 30.0, on the cache 10.0 for 40.0.",
+        "costs zero +0.250 ± 0.020. Milliseconds a token in staged slots: exact 30.0, zero 20.0; on the cache: exact "
+        "40.0, zero 10.0.",
         "m, anchor: refused, no shared expert.",
     ]
 
@@ -138,7 +139,7 @@ def test_sentences_say_what_the_figures_say(found):
     for row in found["m"]["late"]:
         if row["mode"] == "anchor":
             row["loss"]["value"] = 0.2  # two standard errors are chance
-    assert "with the anchor in their place nothing measurable is lost, and waiting buys nothing." in (
+    assert "with the anchor in their place nothing measurable is lost. The soonest" in (
         unfolded(views.fallback_sentences(found))
     )
     for row in found["m"]["policies"]:

@@ -46,16 +46,17 @@ def fallback_sentences(found: Figures) -> str:
         losses = {r["policy"]: r["loss"] for r in found[m]["policies"] if "loss" in r}
         harmless = [name for name, loss in losses.items() if loss["value"] <= 2 * (loss["se"] or 0)]
         waits = rows[rows["waits"] & rows["way"].isin(harmless)]
-        waiting = waits.sort_values("token time", kind="stable").iloc[0]
+        waiting = waits.sort_values(["token time", "value"], kind="stable").iloc[0]
         costs = ", ".join(f"{way} {_estimate(row, 4)}" for way, row in late.iterrows())
         slow = max(row["time"]["value"] for row in found[m]["late"] if _middle(found[m], row, deadline))
         anchor = late.loc["anchor"]
         if anchor["value"] <= 2 * anchor["se"]:
-            verdict = "with the anchor in their place nothing measurable is lost, and waiting buys nothing"
+            verdict = "with the anchor in their place nothing measurable is lost"
         else:
             verdict = "the anchor in their place loses measurably"
+        reads = f"{deadline} read{'s' * (deadline != 1)}"
         out.append(
-            f"{m} ({found[m]['anchor']} anchor), {deadline} reads hidden: the whole route waits {slow - 1:.2f} "
+            f"{m} ({found[m]['anchor']} anchor), {reads} hidden: the whole route waits {slow - 1:.2f} "
             f"token-times. Going on without late experts costs, in nats a token, {costs}; {verdict}. The "
             f"soonest that waits and loses nothing measurable on all windows is {waiting['way']}, after "
             f"{waiting['token time'] - 1:.2f} token-times."
@@ -68,14 +69,18 @@ def late_sentences(found: Figures) -> str:
     out = []
     for m, f in found.items():
         rows = [r for r in f["live"]["rows"] if r["place"] == "staged"]
-        times = {(r["place"], r["mode"]): 1e3 * r["seconds"][1] for r in f["live_times"]["rows"]}
+        times = {
+            place: ", ".join(
+                f"{r['mode']} {1e3 * r['seconds'][1]:.1f}" for r in f["live_times"]["rows"] if r["place"] == place
+            )
+            for place in ("staged", "cache")
+        }
         raised = next(r for r in rows if r["mode"] == "raise")["touched"]
         costs = ", ".join(f"{r['mode']} {_estimate(r['loss'], 3)}" for r in rows if r["mode"] not in ("exact", "raise"))
         out.append(
             f"{m}: with {f['live']['slots']} experts a layer in staged slots {raised['value']:.1%} of {raised['n']} "
-            f"tokens would raise; in nats a token doing without costs {costs}, and takes {times['staged', 'zero']:.1f} "
-            f"ms for {times['staged', 'exact']:.1f}, on the cache {times['cache', 'zero']:.1f} for "
-            f"{times['cache', 'exact']:.1f}."
+            f"tokens would raise; in nats a token doing without costs {costs}. Milliseconds a token in staged slots: "
+            f"{times['staged']}; on the cache: {times['cache']}."
         )
         out += [f"{m}, {r['mode']}: refused, {r['problem']}." for r in f["live"]["refused"] if r["place"] == "staged"]
     return _folded(out)
