@@ -132,7 +132,10 @@ def test_times_quoted_are_those_of_the_run():
     assert f"the worst of 18 arms is {worst['measured']:.0%} off".replace("%", " %") in readme
     short = min(row["difference"] for m in ("softmax", "sigmoid") for row in run["models"][m]["overlap"]["rows"])
     assert f"up to {-short:.0%} too short".replace("%", " %") in readme
-    assert "{}, {}, {} (softmax) and {}, {}, {} (sigmoid) of the possible".format(*best("softmax"), *best("sigmoid")) in readme
+    assert (
+        "{}, {}, {} (softmax) and {}, {}, {} (sigmoid) of the possible".format(*best("softmax"), *best("sigmoid"))
+        in readme
+    )
     rates = [row["ratio"] for row in run["models"]["stand-in"]["throughput"]]
     assert f"at {rates[0]:.2f} of a raw probe one at a time and at {rates[1]:.2f} four at a time" in readme
     check = run["models"]["stand-in"]["check"]
