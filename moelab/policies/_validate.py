@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,20 +82,29 @@ def check_scores(
     *,
     name: str = "scores",
     tokens: tuple[int | str, int | str] = ("B", "T"),
-) -> tuple[tuple[str, ...], list[float] | None]:
+) -> tuple[tuple[str, ...], np.ndarray | None]:
     """Refuse scores that are not finite floats `[B, T, N]` for these N ids.
 
-    Returns the ids, and of a single token, as in decode, the scores as plain numbers.
+    Returns the ids, and of a single token, as in decode, the scores as an array `[N]`.
     """
     ids = check_ids(expert_ids)
-    check_tensor(name, scores, (*tokens, len(ids)))
-    if not scores.shape[0] == 1 == scores.shape[1]:
+    batch, length, experts = check_tensor(name, scores, (*tokens, len(ids))).shape
+    if not batch == 1 == length:
         check_finite(name, scores)
         return ids, None
-    ((row,),) = scores.tolist()
-    if not math.isfinite(sum(row)):
+    row = as_array(scores)
+    # A NaN is the largest and the smallest of all: this is finite only if all are, and mostly if they are.
+    if experts and not math.isfinite(row.item(row.argmax()) - row.item(row.argmin())):
         check_finite(name, scores)
     return ids, row
+
+
+def as_array(values: Tensor) -> np.ndarray:
+    """The numbers of a tensor, flat; of those that numpy does not have or cannot reach, an exact copy."""
+    try:
+        return values.numpy().ravel()
+    except (TypeError, RuntimeError):  # bfloat16, another device, a gradient to follow
+        return values.detach().cpu().double().numpy().ravel()
 
 
 def check_number(name: str, value: object, *, least: float) -> float:

@@ -10,18 +10,21 @@ In the shape descriptions, `B` is the batch, `T` the tokens, `N` the specialists
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_tensor
-from moelab.policies.decisions import CapacityResult, Decision, Top1Decision, one_token
+from moelab.policies._validate import as_array, check_tensor
+from moelab.policies.decisions import CapacityResult, Decision, Top1Decision
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """A capacity policy: `keep` says which slots remain, the rest is common to all."""
+    """A capacity policy: which decisions it has a rule for; the rest is common to all."""
+
+    decides_on: ClassVar[type[Decision]] = Decision
 
     def __call__(self, decision: Decision, *, expert_availability: Tensor | None) -> CapacityResult:
         """Apply availability to every token.
@@ -31,38 +34,41 @@ class Capacity:
             specialist is available.
         Raises `PolicyError` for a decision or an availability of the wrong kind.
         """
-        self.check_decision(decision)
+        if not isinstance(decision, self.decides_on):
+            self.refuse(decision)
         if expert_availability is None:
             return CapacityResult(decision, decision)
-        check_availability(decision, expert_availability)
-        if one_token(decision.selected_indices):
-            routes = keep_in_one(decision, expert_availability)
-        else:
+        experts = len(decision.expert_ids)
+        shape = (experts,) if getattr(expert_availability, "ndim", 1) == 1 else (*decision.tokens, experts)
+        check_tensor("expert_availability", expert_availability, shape, dtypes=(torch.bool,))
+        if decision.plain is None:
             routes = keep(decision, slot_availability(decision, expert_availability))
+        else:
+            routes = keep_in_one(decision, expert_availability)
         return CapacityResult(decision, routes)
 
-    def check_decision(self, decision: Decision) -> None:
-        """Refuse a decision that this policy has no rule for."""
-        if not isinstance(decision, Decision):
-            got = type(decision).__name__
-            raise PolicyError("decision is not a decision", field="decision", got=got, expected="Decision")
+    def refuse(self, decision: object) -> NoReturn:
+        """Say what is wrong with a decision that this policy has no rule for."""
+        got = type(decision).__name__
+        raise PolicyError("decision is not a decision", field="decision", got=got, expected="Decision")
 
 
 @dataclass(frozen=True)
 class OverflowToAnchorCapacity(Capacity):
     """Top-1: an unavailable specialist's token goes to the anchor, never to the runner-up."""
 
-    def check_decision(self, decision: Decision) -> None:
-        if not isinstance(decision, Top1Decision):
-            super().check_decision(decision)
-            got = type(decision).__name__
-            raise PolicyError(
-                "decision is not top-1",
-                field="decision",
-                got=got,
-                expected="Top1Decision",
-                fix="use PromoteSurvivorsCapacity",
-            )
+    decides_on: ClassVar[type[Decision]] = Top1Decision
+
+    def refuse(self, decision: object) -> NoReturn:
+        if not isinstance(decision, Decision):
+            super().refuse(decision)
+        raise PolicyError(
+            "decision is not top-1",
+            field="decision",
+            got=type(decision).__name__,
+            expected="Top1Decision",
+            fix="use PromoteSurvivorsCapacity",
+        )
 
 
 @dataclass(frozen=True)
@@ -71,14 +77,6 @@ class PromoteSurvivorsCapacity(Capacity):
 
     For a pair: both, or the survivor alone (whose weight is then exactly 1), or the anchor.
     """
-
-
-def check_availability(decision: Decision, expert_availability: Tensor) -> None:
-    """Refuse anything but bool `[N]` or `[B, T, N]`."""
-    experts = len(decision.expert_ids)
-    shared = not isinstance(expert_availability, Tensor) or expert_availability.dim() == 1
-    shape = (experts,) if shared else (*decision.selected_indices.shape[:2], experts)
-    check_tensor("expert_availability", expert_availability, shape, dtypes=(torch.bool,))
 
 
 def slot_availability(decision: Decision, expert_availability: Tensor) -> Tensor:
@@ -101,21 +99,15 @@ def keep(decision: Decision, available: Tensor) -> Decision:
 
 
 def keep_in_one(decision: Decision, expert_availability: Tensor) -> Decision:
-    """The same for a single token, in plain numbers."""
-    ((chosen,),), available = decision.selected_indices.tolist(), expert_availability.tolist()
-    if isinstance(decision, Top1Decision):
-        chosen = [chosen]
-    if expert_availability.dim() == 3:
-        ((available,),) = available
-    kept = [slot for slot, candidate in enumerate(chosen) if candidate and available[candidate - 1]]
-    if len(kept) == len(chosen) - chosen.count(0):  # nothing to take
+    """The same for a decision about one token, in plain numbers."""
+    one, available = decision.plain, as_array(expert_availability)
+    for candidate in one.candidates:
+        if candidate and not available[candidate - 1]:
+            break
+    else:  # nothing to take
         return decision
-    lost, given = len(chosen) - len(kept), decision.selected_scores
-    indices = decision.selected_indices.new_tensor([chosen[slot] for slot in kept] + [0] * lost)
-    if given.requires_grad:
-        scores = torch.nn.functional.pad(given.flatten()[kept], (0, lost))
-    else:
-        own = given.flatten().tolist()
-        scores = given.new_tensor([own[slot] for slot in kept] + [0.0] * lost)
-    shape = given.shape
-    return replace(decision, selected_indices=indices.view(shape), selected_scores=scores.view(shape))
+    kept = [slot for slot, candidate in enumerate(one.candidates) if candidate and available[candidate - 1]]
+    lost = len(one.candidates) - len(kept)
+    candidates = [one.candidates[slot] for slot in kept] + [0] * lost
+    scores = [one.scores[slot] for slot in kept] + [0.0] * lost
+    return decision.of_one(one._replace(candidates=candidates, scores=scores), decision.expert_ids)

@@ -22,6 +22,7 @@ from functools import cached_property
 from itertools import combinations, groupby, pairwise
 from operator import itemgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,8 +84,9 @@ class CompatibilityIndex:
 
     @cached_property
     def members(self) -> tuple[itemgetter, ...]:
-        """`[C]` what takes a clique's own out of a list of N."""
-        return tuple(itemgetter(*clique) for clique in self.cliques)
+        """`[C]` what takes a clique's own out of a list of N: of those beside each other, a slice."""
+        runs = ((clique, clique[-1] - clique[0] < len(clique)) for clique in self.cliques)
+        return tuple(itemgetter(slice(c[0], c[-1] + 1)) if run else itemgetter(*c) for c, run in runs)
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
@@ -146,8 +148,8 @@ class CompatibilityTop2Selection(Selection):
         order = order.where(value == value.amax(-1, keepdim=True), rows.shape[-1] ** 2)
         return pair.gather(1, order.argmin(-1)[:, None, None].expand(-1, 1, 2)).squeeze(1)
 
-    def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
-        best, found = 0.0, (0, 0)
+    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
+        best, found, row = 0.0, (0, 0), row.tolist()
         for clique, members in zip(self.index.cliques, self.index.members, strict=True):
             scores = list(members(row))  # a clique has two at least
             first = max(scores)

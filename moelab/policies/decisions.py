@@ -6,6 +6,9 @@ candidates and their scores. Every mask is derived from the indices, so a mask c
 the choice: a slot is active exactly when it holds a specialist, and an inactive slot holds index 0
 with score 0, whether the anchor was chosen or the slot is padding.
 
+A single token, as in decode, is decided in plain numbers, since every call of a tensor library costs more there
+than the choice. Its decision keeps them, for those who come after, and makes its tensors when they are looked at.
+
 In the shape descriptions, `B` is the batch, `T` the tokens, `N` the specialists and `S` the slots
 of a token, that is the most specialists it may run.
 """
@@ -14,12 +17,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 SORT_AT_MOST = 4096
 """Scores up to which one stable sort is faster than a pass over the bank for every slot."""
+
+
+class OneToken(NamedTuple):
+    """A decision about a single token in plain numbers.
+
+    candidates: `[S]` 0 where a slot is inactive; the active ones first.
+    scores: `[S]` theirs, 0 where a slot is inactive.
+    like: the scores that were given, whose dtype and device the decision's tensors have; they need no gradient.
+    more: other whole numbers of the decision, by the name of their field.
+    """
+
+    candidates: list[int]
+    scores: list[float]
+    like: Tensor
+    more: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +54,36 @@ class Decision:
     selected_indices: Tensor
     selected_scores: Tensor
     expert_ids: tuple[str, ...]
+
+    plain: ClassVar[OneToken | None] = None
+    """What a decision about one token was made from, else None."""
+    one_token_shape: ClassVar[tuple[int, ...]] = (1, 1, -1)
+
+    @classmethod
+    def of_one(cls, plain: OneToken, expert_ids: tuple[str, ...]) -> Self:
+        """The decision about a single token; its tensors are made when they are first looked at."""
+        decision = object.__new__(cls)
+        object.__setattr__(decision, "plain", plain)
+        object.__setattr__(decision, "expert_ids", expert_ids)
+        return decision
+
+    def __getattr__(self, name: str) -> Tensor:
+        if self.plain is None or name not in self.__dataclass_fields__:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        candidates, scores, like, more = self.plain
+        if name == "selected_scores":
+            made = like.new_tensor(scores).view(self.one_token_shape)
+        elif name == "selected_indices":
+            made = like.new_tensor(candidates, dtype=torch.int64).view(self.one_token_shape)
+        else:
+            made = like.new_tensor([[more[name]]], dtype=torch.int64)
+        self.__dict__[name] = made
+        return made
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """(B, T)."""
+        return (1, 1) if self.plain else tuple(self.selected_indices.shape[:2])
 
     @property
     def slot_indices(self) -> Tensor:
@@ -69,6 +118,8 @@ class Top1Decision(Decision):
     selected_indices: `[B, T]` i64 candidates in 0..N.
     selected_scores: `[B, T]`.
     """
+
+    one_token_shape: ClassVar[tuple[int, ...]] = (1, 1)
 
     @property
     def slot_indices(self) -> Tensor:
@@ -109,11 +160,6 @@ class CapacityResult:
     def route_arity(self) -> Tensor:
         """`[B, T]` i64 how many specialists each token really runs."""
         return self.effective_routes.route_arity
-
-
-def one_token(scores: Tensor) -> bool:
-    """Whether `[B, T, ...]` holds a single token, as in decode."""
-    return scores.shape[0] == 1 == scores.shape[1]
 
 
 def with_anchor(scores: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ runs once on its rows, and each token then gathers the outputs of its own slots.
 before anything runs, so an unavailable specialist has no rows. A token with one specialist takes
 its output as it is, with weight exactly 1; a token with none takes the anchor's, bit-equal to the
 anchor run on those rows; the combination sees only tokens with two or more, all tokens of one arity
-at a time.
+at a time. A single token, as in decode, runs what it was given, with nothing to sort or gather.
 
 In the shape descriptions, `B` is the batch, `T` the tokens, `H` the hidden width, `N` the
 specialists, `S` the slots of a token, `R` the tokens of the batch (`B * T`) and `A` the active
@@ -138,6 +138,8 @@ class SparseDispatcher:
             mixture_features=mixture_features,
             token_args=token_args,
         )
+        if routes.plain is not None:
+            return self._execute_one(capacity, rows, hidden_states, anchor_mlp, experts, token_args)
         weights = zero_weights(routes)
         # Without a specialist anywhere, or with an anchor that answers every token, the anchor gets
         # the states as the dense model would give them: the result is the dense model's, bit by bit.
@@ -168,6 +170,41 @@ class SparseDispatcher:
                 output[some] = mixture.output
                 slot_weights[some, :arity] = mixture.weights
         return DispatchResult(output.view_as(hidden_states), capacity, slot_weights.view_as(weights))
+
+    def _execute_one(
+        self,
+        capacity: CapacityResult,
+        rows: Rows,
+        hidden_states: Tensor,
+        anchor_mlp: Mlp,
+        experts: Sequence[Mlp],
+        token_args: Mapping[str, Tensor],
+    ) -> DispatchResult:
+        """The same for a single token that was decided in plain numbers."""
+        routes = capacity.effective_routes
+        candidates, _, like, _ = routes.plain
+        slots, dense = len(candidates), None
+        chosen = [candidate - 1 for candidate in candidates if candidate]
+        arity = len(chosen)
+        if not arity or "anchor_output" in self.combination.needs:
+            check_callable("anchor_mlp", anchor_mlp)
+            answer = check_output("anchor_mlp", anchor_mlp(hidden_states, **token_args), hidden_states)
+            if not arity:
+                return DispatchResult(answer, capacity, like.new_zeros(1, 1, slots, dtype=weight_dtype(like)))
+            dense = answer.flatten(0, 1)
+        outputs = [rows.run(experts[k], None, f"experts[{routes.expert_ids[k]!r}]") for k in chosen]
+        if arity == 1 and dense is None:
+            output = outputs[0]
+            weights = like.new_tensor([1.0] + [0.0] * (slots - 1), dtype=weight_dtype(like))
+        else:
+            scores = routes.slot_scores.flatten(0, 1)
+            mixture = self.combination(
+                torch.stack(outputs, 1),
+                selected_scores=scores[:, :arity],
+                **rows.combination_args(self.combination, None, dense),
+            )
+            output, weights = mixture.output, torch.nn.functional.pad(mixture.weights, (0, slots - arity))
+        return DispatchResult(output.view_as(hidden_states), capacity, weights.view(1, 1, slots))
 
 
 def rows_by_arity(routes: Decision) -> list[Tensor]:

@@ -24,13 +24,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_choice, check_count, check_finite, check_sequence, check_tensor
+from moelab.policies._validate import as_array, check_choice, check_count, check_finite, check_sequence, check_tensor
 from moelab.policies.decisions import Decision, TopKDecision, rank, with_anchor
-from moelab.policies.selection import AnchoredTop1Selection, AnchorVetoTop2Selection, RankedSelection, Selection
+from moelab.policies.selection import AnchorVetoTop2Selection, RankedSelection, Selection
 
 EVIDENCE = ("given", "max", "logsumexp")
 
@@ -82,7 +83,7 @@ class HierarchicalSelection(Selection):
         scores: Tensor,
         expert_ids: tuple[str, ...],
         *,
-        row: list[float] | None = None,
+        row: np.ndarray | None = None,
         package_scores: Tensor | None = None,
     ) -> HierarchicalDecision:
         """Decide on checked scores; package_scores: `[B, T, P]` finite, exactly with evidence `"given"`."""
@@ -90,7 +91,6 @@ class HierarchicalSelection(Selection):
         self.check_packages(scores, package_scores)
         if row is not None:
             package, chosen = self.choose_both(scores, row, package_scores)
-            package = scores.new_tensor([[package]], dtype=torch.int64)
             return self.decide_one(scores, row, chosen, expert_ids, package_indices=package)
         bank = with_anchor(scores)
         package = rank(with_anchor(self.evidence(scores, package_scores)), 1).squeeze(-1)
@@ -98,19 +98,19 @@ class HierarchicalSelection(Selection):
             bank, self.local.choose(self.inside(bank.detach(), package)), expert_ids, package_indices=package
         )
 
-    def choose_both(self, scores: Tensor, row: list[float], package_scores: Tensor | None) -> tuple[int, list[int]]:
+    def choose_both(self, scores: Tensor, row: np.ndarray, package_scores: Tensor | None) -> tuple[int, list[int]]:
         """For a single token, the package and the `[S]` candidates inside it."""
-        if self.package_evidence == "max":  # the package of the best specialist
-            (best,) = AnchoredTop1Selection().choose_one(row, scores.dtype)
-            package = bisect_left(self.bounds, best)
-        else:
-            evidence = self.evidence(scores, package_scores).flatten().tolist()
-            (package,) = AnchoredTop1Selection().choose_one(evidence, scores.dtype)
-        first, stop = self.bounds[package - 1 : package + 1] if package else (0, 0)
+        largest = self.package_evidence == "max"
+        evidence = row if largest else as_array(self.evidence(scores, package_scores))
+        best, package, first, stop = int(evidence.argmax()) if len(evidence) else 0, 0, 0, 0
+        if len(evidence) and evidence.item(best) > 0:
+            # The package of the best specialist, or the best package.
+            package = bisect_left(self.bounds, best + 1) if largest else best + 1
+            first, stop = self.bounds[package - 1], self.bounds[package]
         if isinstance(self.local, RankedSelection):  # it knows no specialist by position
             chosen = self.local.choose_one(row[first:stop], scores.dtype)
             return package, [first + k if k else 0 for k in chosen]
-        inside = [-math.inf] * len(row)
+        inside = np.full_like(row, -math.inf)
         inside[first:stop] = row[first:stop]
         return package, self.local.choose_one(inside, scores.dtype)
 

@@ -45,7 +45,7 @@ class Rows:
         token_args: Mapping[str, Tensor],
     ) -> Rows:
         """Flatten a batch. Raises `PolicyError` for anything that does not fit the routes."""
-        shape = tuple(routes.route_arity.shape)
+        shape = routes.tokens
         check_tensor("hidden_states", hidden_states, (*shape, "H"))
         if isinstance(experts, str | Mapping) or not hasattr(experts, "__len__"):  # an nn.ModuleList is no Sequence
             got = type(experts).__name__
@@ -75,17 +75,23 @@ class Rows:
             None if mixture_features is None else mixture_features.flatten(0, 1),
         )
 
-    def run(self, mlp: Mlp, rows: Tensor, name: str) -> Tensor:
-        """`[rows, H]` of an MLP on some rows."""
+    def run(self, mlp: Mlp, rows: Tensor | None, name: str) -> Tensor:
+        """`[rows, H]` of an MLP on some rows, which are copied for it; None = on all."""
         check_callable(name, mlp)
-        hidden = self.hidden[rows]
-        args = {key: value[rows] for key, value in self.token_args.items()}
+        hidden = _some(self.hidden, rows)
+        args = {key: _some(value, rows) for key, value in self.token_args.items()}
         return check_output(name, mlp(hidden, **args), hidden)
 
-    def combination_args(self, combination: Combination, rows: Tensor, dense: Tensor | None) -> dict[str, Tensor]:
+    def combination_args(
+        self, combination: Combination, rows: Tensor | None, dense: Tensor | None
+    ) -> dict[str, Tensor]:
         """What a combination needs beside outputs and scores, on some rows; dense: `[R, H]` anchor."""
         sources = {"features": self.features, "anchor_output": dense}
-        return {name: sources[name][rows] for name in combination.needs}
+        return {name: _some(sources[name], rows) for name in combination.needs}
+
+
+def _some(values: Tensor, rows: Tensor | None) -> Tensor:
+    return values.clone() if rows is None else values[rows]
 
 
 def check_callable(name: str, mlp: object) -> None:

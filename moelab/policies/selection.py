@@ -29,12 +29,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
 from moelab.policies._validate import check_count, check_number, check_scores
-from moelab.policies.decisions import Decision, Top1Decision, TopKDecision, rank, with_anchor
+from moelab.policies.decisions import Decision, OneToken, Top1Decision, TopKDecision, rank, with_anchor
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Selection:
         scores: Tensor,
         expert_ids: tuple[str, ...],
         *,
-        row: list[float] | None = None,
+        row: np.ndarray | None = None,
         package_scores: Tensor | None = None,
     ) -> Decision:
         """Decide on what `check_scores` has passed; row: `[N]` scores of a single token, else None."""
@@ -86,8 +87,8 @@ class Selection:
         """
         raise NotImplementedError
 
-    def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
-        """The rule for a single token: `[N]` scores, of that dtype, to `[S]` candidates."""
+    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
+        """The rule for a single token: `[N]` scores, given in that dtype, to `[S]` candidates."""
         raise NotImplementedError
 
     def decide(self, bank: Tensor, indices: Tensor, expert_ids: tuple[str, ...], **extra: Tensor) -> Decision:
@@ -98,19 +99,15 @@ class Selection:
         return self.decision_type(indices, scores, expert_ids, **extra)
 
     def decide_one(
-        self, scores: Tensor, row: list[float], chosen: list[int], expert_ids: tuple[str, ...], **extra: Tensor
+        self, scores: Tensor, row: np.ndarray, chosen: list[int], expert_ids: tuple[str, ...], **more: int
     ) -> Decision:
         """The same for a single token."""
-        if scores.requires_grad:
+        if scores.requires_grad:  # they flow through tensors alone
             indices = torch.tensor([[chosen]], device=scores.device)
+            extra = {name: torch.tensor([[value]], device=scores.device) for name, value in more.items()}
             return self.decide(with_anchor(scores), indices, expert_ids, **extra)
-        own = [row[k - 1] if k else 0.0 for k in chosen]
-        if self.decision_type is Top1Decision:  # a tensor of one number is made twice as fast as one of a list
-            like = {"dtype": scores.dtype, "device": scores.device}
-            indices, own = torch.full((1, 1), chosen[0], device=scores.device), torch.full((1, 1), own[0], **like)
-        else:
-            indices, own = scores.new_tensor([[chosen]], dtype=torch.int64), scores.new_tensor([[own]])
-        return self.decision_type(indices, own, expert_ids, **extra)
+        own = [row.item(k - 1) if k else 0.0 for k in chosen]
+        return self.decision_type.of_one(OneToken(chosen, own, scores, more), expert_ids)
 
 
 @dataclass(frozen=True)
@@ -134,16 +131,16 @@ class RankedSelection(Selection):
         kept = bank.gather(-1, ranked) > limits
         return ranked * (kept[..., -1:] if self.whole else kept)
 
-    def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
+    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
         limits, chosen = _plain_limits(self.thresholds, dtype), []
-        for limit in limits:
-            best = max(row, default=-math.inf)
-            if not best > limit:
+        for limit in limits if len(row) else ():
+            best = int(row.argmax())  # the first of equal ones
+            if not row.item(best) > limit:
                 break
-            chosen.append(row.index(best) + 1)
-            if len(chosen) < len(limits):
+            if not chosen:
                 row = row.copy()
-                row[chosen[-1] - 1] = -math.inf
+            row[best] = -math.inf
+            chosen.append(best + 1)
         if self.whole and len(chosen) < len(limits):
             chosen = []
         return chosen + [0] * (len(limits) - len(chosen))
@@ -156,9 +153,9 @@ class AnchoredTop1Selection(RankedSelection):
     decision_type: ClassVar[type[Decision]] = Top1Decision
     thresholds: ClassVar[tuple[float, ...]] = (0.0,)
 
-    def choose_one(self, row: list[float], dtype: torch.dtype) -> list[int]:
-        best = max(row, default=0.0)
-        return [row.index(best) + 1 if best > 0 else 0]
+    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
+        best = int(row.argmax()) if len(row) else 0
+        return [best + 1 if len(row) and row.item(best) > 0 else 0]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from moelab.policies import (
     PromoteSurvivorsCapacity,
     ScoreSoftmaxCombination,
     SparseDispatcher,
+    UnitWeights,
     expert_load,
     expert_overflow,
     regret,
@@ -329,7 +330,15 @@ def test_a_batch_equals_its_tokens_one_by_one(name, data):
     batch, tokens, experts = values.shape
     availability = data.draw(availability_for(values))
     combination = data.draw(
-        st.sampled_from([ScoreSoftmaxCombination(), PositiveEvidenceCombination(), AlwaysOnAnchorCombination()])
+        st.sampled_from(
+            [
+                ScoreSoftmaxCombination(),
+                EqualCombination(),
+                PositiveEvidenceCombination(),
+                AlwaysOnAnchorCombination(),
+                AlwaysOnAnchorCombination(UnitWeights()),
+            ]
+        )
     )
     dispatcher = SparseDispatcher(make(name, experts), combination=combination)
     hidden = torch.randn(batch, tokens, 3, generator=torch.Generator().manual_seed(0)).to(values.dtype)

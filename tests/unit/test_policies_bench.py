@@ -80,11 +80,13 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("experts", [8, 256])
 @pytest.mark.parametrize("name", list(dispatchers(4)))
-def test_routing_one_token_takes_few_calls_of_the_library(name, experts):
+def test_routing_one_token_takes_hardly_a_call_of_the_library(name, experts):
     """A call costs microseconds, in decode ten, and the experts of one token some hundreds."""
     ids, dispatcher = names(experts), dispatchers(experts)[name]
-    scores = torch.arange(experts).view(1, 1, -1) - 2.5
-    for availability, most in ((None, 4), (torch.arange(experts) % 8 != 7, 10)):
+    scores = 2.5 - torch.arange(experts).view(1, 1, -1)
+    for availability in (None, torch.arange(experts) % 8 != 7):
         with Calls() as calls:
-            dispatcher.route(scores, expert_ids=ids, expert_availability=availability)
-        assert 0 < calls.count <= most
+            routes = dispatcher.route(scores, expert_ids=ids, expert_availability=availability).effective_routes
+            assert calls.count <= 2  # scores and availability as arrays
+            assert (routes.selected_indices > 0).any()
+            assert calls.count > 2  # its tensors are made when they are looked at

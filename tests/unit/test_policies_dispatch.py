@@ -17,7 +17,10 @@ from moelab.policies import (
     HierarchicalSelection,
     LearnedMixtureCombination,
     OverflowToAnchorCapacity,
+    PromoteSurvivorsCapacity,
+    ScoreSoftmaxCombination,
     SparseDispatcher,
+    TopKDecision,
     UnitWeights,
     dispatch,
 )
@@ -187,6 +190,51 @@ def test_inputs_are_not_written_to():
     result = run(SparseDispatcher(combination=AlwaysOnAnchorCombination()), lambda rows: rows, hidden=hidden)
     assert torch.equal(hidden, HIDDEN) and torch.equal(scores, SCORES)
     assert result.output.data_ptr() != hidden.data_ptr()
+
+
+@pytest.mark.parametrize("row", [0, 1, 2])
+@pytest.mark.parametrize("combination", ["softmax", "always on", "learned"])
+def test_one_token_is_run_as_tensors_are(combination, row):
+    """By plain numbers, as in decode, and by a decision of tensors: both get all that a token brings."""
+    head = LearnedMixtureCombination(((0.1,), (0.0,)), (0.0, 0.0))
+    combination = {"softmax": ScoreSoftmaxCombination(), "learned": head}.get(combination, AlwaysOnAnchorCombination())
+    dispatcher = SparseDispatcher(combination=combination)
+    scores = SCORES.flatten(0, 1)[row].view(1, 1, 3)
+    fast = dispatcher.route(scores, expert_ids=IDS)
+    tensors = {name: getattr(fast.decision, name) for name in ("selected_indices", "selected_scores")}
+    decision = TopKDecision(**tensors, expert_ids=IDS)
+    slow = PromoteSurvivorsCapacity()(decision, expert_availability=None)
+    assert fast.effective_routes.plain is not None and slow.effective_routes.plain is None
+    seen = []
+
+    def mlp(factor):
+        def run(rows, *, position):
+            seen.append((factor, rows.tolist(), position.tolist()))
+            rows *= factor  # what an expert does to its rows is nobody else's business
+            return rows
+
+        return run
+
+    hidden = HIDDEN[:1, 1:].clone()
+    results = []
+    for routes in (slow, fast):
+        results.append(
+            dispatcher.execute(
+                routes,
+                hidden,
+                anchor_mlp=lambda rows, *, position: rows + 1,
+                experts=[mlp(10), mlp(100), mlp(1000)],
+                mixture_features=torch.ones(1, 1, 1) if combination is head else None,
+                token_args={"position": torch.tensor([[7]])},
+            )
+        )
+    want, got = results
+    half = len(seen) // 2
+    assert seen[half:] == sorted(seen[half:]) == sorted(seen[:half])
+    assert torch.equal(got.output, want.output) and got.output.dtype == want.output.dtype
+    assert torch.equal(got.mixture_weights, want.mixture_weights)
+    assert got.mixture_weights.dtype == want.mixture_weights.dtype
+    assert torch.equal(hidden, HIDDEN[:1, 1:])
 
 
 def test_dispatch_records_nothing():

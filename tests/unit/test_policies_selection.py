@@ -1,7 +1,10 @@
 """Which candidates each selection policy keeps, and what it refuses."""
 
+import copy
+import dataclasses
 import itertools
 import math
+import pickle
 
 import pytest
 import torch
@@ -324,3 +327,19 @@ def test_ids_that_were_right_once_are_checked_again():
         for _ in range(2):
             with pytest.raises(PolicyError, match="expert_ids"):
                 AnchoredTop1Selection()(scores, expert_ids=ids)
+
+
+@pytest.mark.parametrize("policy", EVERY, ids=lambda policy: type(policy).__name__)
+def test_a_decision_about_one_token_is_one_like_any_other(policy):
+    """Its tensors are made when they are looked at: nobody else can tell."""
+    decision = policy(torch.tensor([[[3.0, 1.0, 2.0, -1.0]]]), expert_ids=IDS)
+    names = [field.name for field in dataclasses.fields(decision)]
+    for other in (copy.deepcopy(decision), pickle.loads(pickle.dumps(decision)), dataclasses.replace(decision)):
+        for name in names:
+            got, want = getattr(other, name), getattr(decision, name)
+            assert got == want if name == "expert_ids" else torch.equal(got, want)
+    assert decision.selected_indices is decision.selected_indices
+    assert decision.tokens == tuple(decision.route_arity.shape) == (1, 1)
+    assert "selected_scores=tensor" in repr(decision)
+    with pytest.raises(AttributeError, match="'no_field'"):
+        _ = decision.no_field
