@@ -11,8 +11,7 @@ range) in seconds.
                 dispatch runs, gathered beforehand and split evenly: the least that any dispatch costs
     route       `SparseDispatcher.route`: selection and capacity, checks included, timed inside the runs of `grouped`:
                 by themselves, in a loop, they would be warmer than dispatch ever finds them. `share` is the part of
-                the same run that they take. One token is routed in plain numbers; the scores that a mixture needs as
-                a tensor are made in execution
+                the same run that they take. (The one tensor of scores that a mixture of one token needs is made later)
 
 One token is another token every round, as in decode: its specialists' weights come from memory. `measure` times
 dispatch with every selection policy, and with the default policy against the other arms; `judged` holds the rows

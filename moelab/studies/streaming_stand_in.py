@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import artifacts, models, quiet
-from ..errors import ParameterError
 from .streaming_claims import claims
 
 if TYPE_CHECKING:
@@ -67,21 +66,12 @@ def _build(options: StreamingOptions) -> Path:
 
 
 def measure(options: StreamingOptions, folder: Path) -> dict[str, Any]:
-    """All figures in this process. Model and files are written below `folder` and removed.
-
-    Raises:
-        ParameterError: a width whose experts cannot be quantised.
-    """
+    """All figures in this process. Model and files are written below `folder` and removed."""
     from ..models import stand_in as model
     from ..streaming import ExpertStore, open_store, write_pack
     from ..streaming.store.pack import PackSource
     from . import streaming_overlap, streaming_reads
 
-    if options.stand_in_hidden % 128:
-        raise ParameterError(
-            "an expert is half as wide as the model, in groups of 64", field="stand_in_hidden",
-            got=options.stand_in_hidden, expected="a multiple of 128",
-        )  # fmt: skip
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch, ExitStack() as stack:
         source, pack = Path(scratch) / "model", Path(scratch) / "pack"
         source.mkdir()

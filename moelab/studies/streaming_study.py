@@ -76,6 +76,14 @@ class StreamingOptions(Options):
     )
     memory_tokens: int = param(24, "tokens of each of two answers while memory is watched", min=1)
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.stand_in_hidden % 128:
+            raise ParameterError(
+                "an expert is half as wide as the model, in groups of 64", field="stand_in_hidden",
+                got=self.stand_in_hidden, expected="a multiple of 128",
+            )  # fmt: skip
+
 
 def streaming(options: StreamingOptions, *, on_progress: stage.Progress | None = None) -> dict[str, dict[str, Any]]:
     """Model → figures: `sizes`, `disk`, `equality`, `reads`, `cache`, `overlap`, `memory`, `claims`. Of the stand-in,

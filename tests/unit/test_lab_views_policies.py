@@ -175,6 +175,4 @@ def test_committed_speed_has_every_cell_of_the_report_and_page_82_says_what_hold
     assert len(claims) == 6 + 3 + 1  # a share a cell, the loop at many tokens, one batched pass at 64 specialists
     verdicts = claims.filter(like=": verdict")
     assert verdicts.shape[1] == 2
-    # 2026-11-30: with 256 specialists routing one token takes 4.8 to 6.0 % of its dispatch (see reports/LOG.md).
-    missed = claims[(verdicts != "holds").any(axis=1)]["claim"].tolist()
-    assert missed == ["selection and capacity, share of dispatch, 256 specialists, 1 token"]
+    assert (verdicts == "holds").all(axis=None)

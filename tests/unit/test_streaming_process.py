@@ -159,8 +159,7 @@ def dirty(container):
 def test_a_container_smaller_than_the_model_packs_it(large, tmp_path):
     """The kernel counts imports, buffers and page cache together. Where it keeps no cap: the tests beside."""
     if isinstance(refused := enforced(), Refusal):
-        assert refused.reason
-        return
+        pytest.skip(refused.reason)
     verb, most = [sys.executable, "-m", "moelab", "pack", str(large), str(tmp_path / "pack")], 0
     with open_cap(140 * MiB) as container:
         with subprocess.Popen(container.command(verb), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
