@@ -172,7 +172,7 @@ def test_committed_speed_has_every_cell_of_the_report_and_page_82_says_what_hold
     assert sorted(found.index) == [(n, t) for n in (8, 64, 256) for t in (1, 4096)]
     assert found["dense / grouped"].notna().all()
     claims = views.dispatch_claims(run["rows"], hidden=run["hidden"])
-    assert len(claims) == 6 + 3 + 1  # a share a cell, the loop at many tokens, one batched pass at 64 specialists
+    assert len(claims) == 6 + 3 + 2  # a share a cell, the loop at many tokens, one batched pass at 64 specialists
     verdicts = claims.filter(like=": verdict")
     assert verdicts.shape[1] == 2
     assert (verdicts == "holds").all(axis=None)

@@ -65,6 +65,7 @@ def test_claims_take_the_policy_with_most_routing_and_hold_at_the_bound():
     assert [r["holds"] for r in judged(rows, hidden=512)] == [False] * 3
     assert [r["holds"] for r in judged(rows, hidden=256)] == [None] * 3  # asked of wide models
     assert len(judged(cells(8, 1, quick=0.1, slow=0.2, grouped=1.0, loop=1.0, batched=1.0), hidden=512)) == 1
+    assert len(judged(cells(64, 1, quick=0.1, slow=0.2, grouped=1.0, loop=1.0, batched=1.0), hidden=512)) == 2
     assert len(judged(cells(8, 4096, quick=0.1, slow=0.2, grouped=1.0, loop=1.0, batched=1.0), hidden=512)) == 2
 
 
