@@ -11,6 +11,9 @@ from torch import Tensor
 
 from moelab.errors import PolicyError
 
+Row = list[float] | np.ndarray
+FEW = 64
+"""Numbers that are sooner handled one by one than as an array."""
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -65,10 +68,11 @@ def check_ids(expert_ids: Sequence[str]) -> tuple[str, ...]:
     if len(set(ids)) != len(ids):
         twice = next(name for name in ids if ids.count(name) > 1)
         raise PolicyError("expert_ids repeats an id", field="expert_ids", got=twice, expected="distinct ids")
-    if len(_passed) >= 64:
-        _passed.clear()
-    first = next((other for _, other in _passed.values() if other == ids), ids)
-    _passed[id(ids)] = ids, first
+    first = next((other for _, other in [*_passed.values()] if other == ids), ids)  # at once: other threads may add
+    if ids is expert_ids:
+        if len(_passed) >= 64:
+            _passed.clear()
+        _passed[id(ids)] = ids, first
     return first
 
 
@@ -82,29 +86,46 @@ def check_scores(
     *,
     name: str = "scores",
     tokens: tuple[int | str, int | str] = ("B", "T"),
-) -> tuple[tuple[str, ...], np.ndarray | None]:
+) -> tuple[tuple[str, ...], Row | None]:
     """Refuse scores that are not finite floats `[B, T, N]` for these N ids.
 
-    Returns the ids, and of a single token, as in decode, the scores as an array `[N]`.
+    Returns the ids, and of a single token, as in decode, the `[N]` scores as plain numbers.
     """
     ids = check_ids(expert_ids)
     batch, length, experts = check_tensor(name, scores, (*tokens, len(ids))).shape
     if not batch == 1 == length:
         check_finite(name, scores)
         return ids, None
-    row = as_array(scores)
-    # A NaN is the largest and the smallest of all: this is finite only if all are, and mostly if they are.
-    if experts and not math.isfinite(row.item(row.argmax()) - row.item(row.argmin())):
+    row = as_row(scores)
+    # Of finite numbers a sum may overflow, but that of others is never finite. To an array a NaN is the largest and the
+    # smallest of all, and these two are found in less time.
+    total = sum(row) if isinstance(row, list) else row.item(row.argmax()) - row.item(row.argmin())
+    if not math.isfinite(total):
         check_finite(name, scores)
     return ids, row
 
 
-def as_array(values: Tensor) -> np.ndarray:
-    """The numbers of a tensor, flat; of those that numpy does not have or cannot reach, an exact copy."""
+def as_row(values: Tensor) -> Row:
+    """The numbers `[1, 1, N]` of a token in plain: `[N]`, a list of few, an array of many.
+
+    In decode none of this is in the caches: of few numbers the code of numpy takes the time, of many a list's memory.
+    """
+    if values.shape[-1] <= FEW:
+        ((row,),) = values.tolist()
+        return row
     try:
         return values.numpy().ravel()
-    except (TypeError, RuntimeError):  # bfloat16, another device, a gradient to follow
+    except (TypeError, RuntimeError):  # bfloat16, another device, a gradient to follow: an exact copy
         return values.detach().cpu().double().numpy().ravel()
+
+
+def best_of(row: Row) -> tuple[int, float]:
+    """Where the largest number is, the first of equal ones, and which it is. The row is not empty."""
+    if isinstance(row, list):
+        value = max(row)
+        return row.index(value), value
+    best = int(row.argmax())
+    return best, row.item(best)
 
 
 def check_number(name: str, value: object, *, least: float) -> float:

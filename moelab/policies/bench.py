@@ -229,23 +229,23 @@ def measure(
 
 
 def judged(rows: Sequence[dict], *, hidden: int) -> list[dict]:
-    """What was asked of dispatch, a row a number of specialists and tokens: `claim`, `measured`, `asked`, `most` (at
-    most that, else at least), `n`, `who` (the policy with most routing) and `holds`, None below the width asked."""
+    """What was asked of dispatch, a row a claim and size: `claim`, `measured`, `spread` (None for a ratio of medians),
+    `asked`, `most` (at most that, else at least), `n`, `who` (has most routing), `holds` (None: it is not asked)."""
     found, asked = [], hidden >= ASKED_HIDDEN
 
-    def claim(claim: str, measured: float, bound: float, most: bool, n: int, who: str = "") -> None:
+    def claim(claim: str, measured: float, bound: float, most: bool, n: int, who: str = "", spread=None) -> None:
+        row = {"claim": claim, "measured": measured, "spread": spread, "asked": bound, "most": most, "n": n, "who": who}
         holds = (measured <= bound if most else measured >= bound) if asked else None
-        row = {"claim": claim, "measured": measured, "asked": bound, "most": most, "n": n, "who": who, "holds": holds}
-        found.append(row)
+        found.append(row | {"holds": holds})
 
     for number, many in dict.fromkeys((row["experts"], row["tokens"]) for row in rows):
         here = [row for row in rows if (row["experts"], row["tokens"]) == (number, many)]
         arms = {row["arm"]: row for row in here if row["policy"] == ALL_ARMS}
-        shares = [r for r in here if r["arm"] == "share" and r["policy"] != ALL_ARMS] or [arms["share"]]
-        most = max(shares, key=lambda row: row["median"])
+        share = max((row for row in here if row["arm"] == "share"), key=lambda row: row["median"])
         size = f"{number} specialists, {many:,} token{'s' * (many > 1)}"
-        who = DEFAULT if most["policy"] == ALL_ARMS else most["policy"]
-        claim(f"selection and capacity, share of dispatch, {size}", most["median"], ROUTING, True, most["n"], who)
+        who = f"{DEFAULT}, beside {ALL_ARMS}" if share["policy"] == ALL_ARMS else share["policy"]
+        routing = f"selection and capacity, share of dispatch, {size}"
+        claim(routing, share["median"], ROUTING, True, share["n"], who, share["spread"])
         grouped, loop, batched = (arms[name] for name in ("grouped", "loop", "batched"))
         if many > 1:
             times = loop["median"] / grouped["median"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import as_array, check_tensor
+from moelab.policies._validate import check_tensor
 from moelab.policies.decisions import CapacityResult, Decision, Top1Decision
 
 
@@ -100,7 +100,9 @@ def keep(decision: Decision, available: Tensor) -> Decision:
 
 def keep_in_one(decision: Decision, expert_availability: Tensor) -> Decision:
     """The same for a decision about one token, in plain numbers."""
-    one, available = decision.plain, as_array(expert_availability)
+    one, available = decision.plain, expert_availability.tolist()
+    if expert_availability.ndim == 3:
+        ((available,),) = available
     for candidate in one.candidates:
         if candidate and not available[candidate - 1]:
             break
@@ -108,6 +110,6 @@ def keep_in_one(decision: Decision, expert_availability: Tensor) -> Decision:
         return decision
     kept = [slot for slot, candidate in enumerate(one.candidates) if candidate and available[candidate - 1]]
     lost = len(one.candidates) - len(kept)
-    candidates = [one.candidates[slot] for slot in kept] + [0] * lost
-    scores = [one.scores[slot] for slot in kept] + [0.0] * lost
+    candidates = (*(one.candidates[slot] for slot in kept), *[0] * lost)
+    scores = (*(one.scores[slot] for slot in kept), *[0.0] * lost)
     return decision.of_one(one._replace(candidates=candidates, scores=scores), decision.expert_ids)

@@ -77,7 +77,7 @@ class Combination:
             got = None if features is None else type(features).__name__
             raise PolicyError("features do not fit the combination", field="features", got=got, expected=expected)
         extra = () if features is None else (features,)
-        return self.rule(selected_scores.double(), *extra).to(weight_dtype(selected_scores))
+        return self.rule(selected_scores.double(), *extra).to(weight_dtype(selected_scores.dtype))
 
     def rule(self, scores: Tensor) -> Tensor:
         """The weighting: `[P, K]` float64 scores to weights."""
@@ -150,7 +150,7 @@ class AlwaysOnAnchorCombination(Combination):
         check_tensor("ranked_outputs", ranked_outputs, (*weights.shape, "H"))
         tokens, _, width = ranked_outputs.shape
         check_tensor("anchor_output", anchor_output, (tokens, width), dtypes=(ranked_outputs.dtype,))
-        anchor = anchor_output.to(weight_dtype(anchor_output))
+        anchor = anchor_output.to(weight_dtype(anchor_output.dtype))
         output = anchor
         for correction, weight in zip(ranked_outputs.unbind(1), weights.unbind(1), strict=True):
             delta = correction if self.expert_outputs == "delta" else correction - anchor
@@ -158,9 +158,9 @@ class AlwaysOnAnchorCombination(Combination):
         return Mixture(output.to(ranked_outputs.dtype), weights)
 
 
-def weight_dtype(values: Tensor) -> torch.dtype:
-    """The dtype that weights and sums are kept in: float32, or float64 if the values are."""
-    return torch.promote_types(values.dtype, torch.float32)
+def weight_dtype(values: torch.dtype) -> torch.dtype:
+    """The dtype that weights and sums of such values are kept in: float32, or float64 for float64."""
+    return torch.promote_types(values, torch.float32)
 
 
 def mix(ranked_outputs: Tensor, weights: Tensor) -> Tensor:

@@ -22,12 +22,11 @@ from functools import cached_property
 from itertools import combinations, groupby, pairwise
 from operator import itemgetter
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_ids, check_sequence
+from moelab.policies._validate import Row, check_ids, check_sequence
 from moelab.policies.decisions import rank
 from moelab.policies.selection import Selection
 
@@ -148,8 +147,8 @@ class CompatibilityTop2Selection(Selection):
         order = order.where(value == value.amax(-1, keepdim=True), rows.shape[-1] ** 2)
         return pair.gather(1, order.argmin(-1)[:, None, None].expand(-1, 1, 2)).squeeze(1)
 
-    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
-        best, found, row = 0.0, (0, 0), row.tolist()
+    def choose_one(self, row: Row, dtype: torch.dtype) -> list[int]:
+        best, found, row = 0.0, (0, 0), row if isinstance(row, list) else row.tolist()
         for clique, members in zip(self.index.cliques, self.index.members, strict=True):
             scores = list(members(row))  # a clique has two at least
             first = max(scores)

@@ -8,6 +8,7 @@ with score 0, whether the anchor was chosen or the slot is padding.
 
 A single token, as in decode, is decided in plain numbers, since every call of a tensor library costs more there
 than the choice. Its decision keeps them, for those who come after, and makes its tensors when they are looked at.
+Nobody writes to the tensors of a decision: what was made from them, or they from, would not follow.
 
 In the shape descriptions, `B` is the batch, `T` the tokens, `N` the specialists and `S` the slots
 of a token, that is the most specialists it may run.
@@ -31,13 +32,14 @@ class OneToken(NamedTuple):
 
     candidates: `[S]` 0 where a slot is inactive; the active ones first.
     scores: `[S]` theirs, 0 where a slot is inactive.
-    like: the scores that were given, whose dtype and device the decision's tensors have; they need no gradient.
+    dtype, device: of the scores that were given, and so of the decision's tensors.
     more: other whole numbers of the decision, by the name of their field.
     """
 
-    candidates: list[int]
-    scores: list[float]
-    like: Tensor
+    candidates: tuple[int, ...]
+    scores: tuple[float, ...]
+    dtype: torch.dtype
+    device: torch.device
     more: dict[str, int]
 
 
@@ -68,22 +70,22 @@ class Decision:
         return decision
 
     def __getattr__(self, name: str) -> Tensor:
-        if self.plain is None or name not in self.__dataclass_fields__:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        candidates, scores, like, more = self.plain
-        if name == "selected_scores":
-            made = like.new_tensor(scores).view(self.one_token_shape)
-        elif name == "selected_indices":
-            made = like.new_tensor(candidates, dtype=torch.int64).view(self.one_token_shape)
+        one = self.plain
+        if one is not None and name == "selected_scores":
+            made = torch.tensor(one.scores, dtype=one.dtype, device=one.device).view(self.one_token_shape)
+        elif one is not None and name == "selected_indices":
+            made = torch.tensor(one.candidates, dtype=torch.int64, device=one.device).view(self.one_token_shape)
+        elif one is not None and name in one.more:
+            made = torch.tensor([[one.more[name]]], device=one.device)
         else:
-            made = like.new_tensor([[more[name]]], dtype=torch.int64)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.__dict__[name] = made
         return made
 
     @property
     def tokens(self) -> tuple[int, int]:
         """(B, T)."""
-        return (1, 1) if self.plain else tuple(self.selected_indices.shape[:2])
+        return (1, 1) if self.plain is not None else tuple(self.selected_indices.shape[:2])
 
     @property
     def slot_indices(self) -> Tensor:

@@ -182,20 +182,21 @@ class SparseDispatcher:
     ) -> DispatchResult:
         """The same for a single token that was decided in plain numbers."""
         routes = capacity.effective_routes
-        candidates, _, like, _ = routes.plain
-        slots, dense = len(candidates), None
-        chosen = [candidate - 1 for candidate in candidates if candidate]
+        one = routes.plain
+        slots, dense = len(one.candidates), None
+        kind = {"dtype": weight_dtype(one.dtype), "device": one.device}
+        chosen = [candidate - 1 for candidate in one.candidates if candidate]
         arity = len(chosen)
         if not arity or "anchor_output" in self.combination.needs:
             check_callable("anchor_mlp", anchor_mlp)
             answer = check_output("anchor_mlp", anchor_mlp(hidden_states, **token_args), hidden_states)
             if not arity:
-                return DispatchResult(answer, capacity, like.new_zeros(1, 1, slots, dtype=weight_dtype(like)))
+                return DispatchResult(answer, capacity, torch.zeros(1, 1, slots, **kind))
             dense = answer.flatten(0, 1)
         outputs = [rows.run(experts[k], None, f"experts[{routes.expert_ids[k]!r}]") for k in chosen]
         if arity == 1 and dense is None:
             output = outputs[0]
-            weights = like.new_tensor([1.0] + [0.0] * (slots - 1), dtype=weight_dtype(like))
+            weights = torch.tensor([1.0] + [0.0] * (slots - 1), **kind)
         else:
             scores = routes.slot_scores.flatten(0, 1)
             mixture = self.combination(
@@ -215,7 +216,7 @@ def rows_by_arity(routes: Decision) -> list[Tensor]:
 
 def zero_weights(routes: Decision) -> Tensor:
     """`[B, T, S]` weights of a batch that has run nothing yet."""
-    return torch.zeros_like(routes.slot_scores, dtype=weight_dtype(routes.slot_scores), requires_grad=False)
+    return torch.zeros_like(routes.slot_scores, dtype=weight_dtype(routes.slot_scores.dtype), requires_grad=False)
 
 
 def group_slots(routes: Decision) -> tuple[Tensor, list[int]]:

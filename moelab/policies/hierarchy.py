@@ -24,12 +24,20 @@ from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import as_array, check_choice, check_count, check_finite, check_sequence, check_tensor
+from moelab.policies._validate import (
+    Row,
+    as_row,
+    best_of,
+    check_choice,
+    check_count,
+    check_finite,
+    check_sequence,
+    check_tensor,
+)
 from moelab.policies.decisions import Decision, TopKDecision, rank, with_anchor
 from moelab.policies.selection import AnchorVetoTop2Selection, RankedSelection, Selection
 
@@ -83,7 +91,7 @@ class HierarchicalSelection(Selection):
         scores: Tensor,
         expert_ids: tuple[str, ...],
         *,
-        row: np.ndarray | None = None,
+        row: Row | None = None,
         package_scores: Tensor | None = None,
     ) -> HierarchicalDecision:
         """Decide on checked scores; package_scores: `[B, T, P]` finite, exactly with evidence `"given"`."""
@@ -98,20 +106,21 @@ class HierarchicalSelection(Selection):
             bank, self.local.choose(self.inside(bank.detach(), package)), expert_ids, package_indices=package
         )
 
-    def choose_both(self, scores: Tensor, row: np.ndarray, package_scores: Tensor | None) -> tuple[int, list[int]]:
+    def choose_both(self, scores: Tensor, row: Row, package_scores: Tensor | None) -> tuple[int, list[int]]:
         """For a single token, the package and the `[S]` candidates inside it."""
         largest = self.package_evidence == "max"
-        evidence = row if largest else as_array(self.evidence(scores, package_scores))
-        best, package, first, stop = int(evidence.argmax()) if len(evidence) else 0, 0, 0, 0
-        if len(evidence) and evidence.item(best) > 0:
+        evidence = row if largest else as_row(self.evidence(scores, package_scores))
+        best, value = best_of(evidence) if len(evidence) else (0, 0.0)
+        package = first = stop = 0
+        if value > 0:
             # The package of the best specialist, or the best package.
             package = bisect_left(self.bounds, best + 1) if largest else best + 1
             first, stop = self.bounds[package - 1], self.bounds[package]
         if isinstance(self.local, RankedSelection):  # it knows no specialist by position
             chosen = self.local.choose_one(row[first:stop], scores.dtype)
             return package, [first + k if k else 0 for k in chosen]
-        inside = np.full_like(row, -math.inf)
-        inside[first:stop] = row[first:stop]
+        inside = [-math.inf] * len(row)
+        inside[first:stop] = map(float, row[first:stop])
         return package, self.local.choose_one(inside, scores.dtype)
 
     def check_experts(self, expert_ids: tuple[str, ...]) -> None:

@@ -29,12 +29,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_count, check_number, check_scores
+from moelab.policies._validate import Row, best_of, check_count, check_number, check_scores
 from moelab.policies.decisions import Decision, OneToken, Top1Decision, TopKDecision, rank, with_anchor
 
 
@@ -60,7 +59,7 @@ class Selection:
         scores: Tensor,
         expert_ids: tuple[str, ...],
         *,
-        row: np.ndarray | None = None,
+        row: Row | None = None,
         package_scores: Tensor | None = None,
     ) -> Decision:
         """Decide on what `check_scores` has passed; row: `[N]` scores of a single token, else None."""
@@ -87,9 +86,9 @@ class Selection:
         """
         raise NotImplementedError
 
-    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
+    def choose_one(self, row: Row, dtype: torch.dtype) -> list[int]:
         """The rule for a single token: `[N]` scores, given in that dtype, to `[S]` candidates."""
-        raise NotImplementedError
+        return self.choose(torch.tensor([[[0.0, *row]]], dtype=dtype)).flatten().tolist()
 
     def decide(self, bank: Tensor, indices: Tensor, expert_ids: tuple[str, ...], **extra: Tensor) -> Decision:
         """Attach to the chosen indices their own scores."""
@@ -99,15 +98,15 @@ class Selection:
         return self.decision_type(indices, scores, expert_ids, **extra)
 
     def decide_one(
-        self, scores: Tensor, row: np.ndarray, chosen: list[int], expert_ids: tuple[str, ...], **more: int
+        self, scores: Tensor, row: Row, chosen: list[int], expert_ids: tuple[str, ...], **more: int
     ) -> Decision:
         """The same for a single token."""
         if scores.requires_grad:  # they flow through tensors alone
             indices = torch.tensor([[chosen]], device=scores.device)
             extra = {name: torch.tensor([[value]], device=scores.device) for name, value in more.items()}
             return self.decide(with_anchor(scores), indices, expert_ids, **extra)
-        own = [row.item(k - 1) if k else 0.0 for k in chosen]
-        return self.decision_type.of_one(OneToken(chosen, own, scores, more), expert_ids)
+        own = tuple([float(row[k - 1]) if k else 0.0 for k in chosen])
+        return self.decision_type.of_one(OneToken(tuple(chosen), own, scores.dtype, scores.device, more), expert_ids)
 
 
 @dataclass(frozen=True)
@@ -131,11 +130,11 @@ class RankedSelection(Selection):
         kept = bank.gather(-1, ranked) > limits
         return ranked * (kept[..., -1:] if self.whole else kept)
 
-    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
+    def choose_one(self, row: Row, dtype: torch.dtype) -> list[int]:
         limits, chosen = _plain_limits(self.thresholds, dtype), []
         for limit in limits if len(row) else ():
-            best = int(row.argmax())  # the first of equal ones
-            if not row.item(best) > limit:
+            best, value = best_of(row)
+            if not value > limit:
                 break
             if not chosen:
                 row = row.copy()
@@ -153,9 +152,9 @@ class AnchoredTop1Selection(RankedSelection):
     decision_type: ClassVar[type[Decision]] = Top1Decision
     thresholds: ClassVar[tuple[float, ...]] = (0.0,)
 
-    def choose_one(self, row: np.ndarray, dtype: torch.dtype) -> list[int]:
-        best = int(row.argmax()) if len(row) else 0
-        return [best + 1 if len(row) and row.item(best) > 0 else 0]
+    def choose_one(self, row: Row, dtype: torch.dtype) -> list[int]:
+        best, value = best_of(row) if len(row) else (0, 0.0)
+        return [best + 1 if value > 0 else 0]
 
 
 @dataclass(frozen=True)

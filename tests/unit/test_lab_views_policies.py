@@ -131,7 +131,10 @@ def test_sentences_say_what_the_figures_say(found):
     )
     assert views.utility_unit("error") in views.calibration_sentences(found, "error")
     costs = "zero +0.0200 ± 0.1000, promote +0.0500 ± 0.1000, anchor"
-    ends = "The soonest that waits and loses nothing measurable on all windows is anchor only, after 0.00 token-times."
+    ends = (
+        "The soonest of the ways that would wait, and lose nothing measurable on all windows, is anchor only, "
+        "which has nothing to wait for."
+    )
     assert unfolded(views.fallback_sentences(found)) == (
         "m (shared anchor), 0 reads hidden: the whole route waits 2.00 token-times. Going on without late experts "
         f"costs, in nats a token, {costs} +0.3000 ± 0.1000; the anchor in their place loses measurably. {ends}"

@@ -44,7 +44,7 @@ def test_every_policy_may_be_left_to_few_tokens():
     rows = list(measure([4], [1, 3], hidden=4, rounds=1, each_policy=[1]))
     assert len({row["policy"] for row in rows if row["tokens"] == 1}) == 7
     assert {row["policy"] for row in rows if row["tokens"] == 3} == {"all arms"}
-    assert [row["who"] for row in judged(rows, hidden=4)][1] == "adaptive top-1/2"
+    assert [row["who"] for row in judged(rows, hidden=4)][1] == "adaptive top-1/2, beside all arms"
     assert isinstance(dispatchers(4)["adaptive top-1/2"].selection, type(SparseDispatcher().selection))
 
 
@@ -64,6 +64,9 @@ def test_claims_take_the_policy_with_most_routing_and_hold_at_the_bound():
     rows = cells(64, 4096, quick=0.06, slow=0.05, grouped=1.0, loop=9.9, batched=0.4)
     assert [r["holds"] for r in judged(rows, hidden=512)] == [False] * 3
     assert [r["holds"] for r in judged(rows, hidden=256)] == [None] * 3  # asked of wide models
+    beside = rows + [rows[0] | {"policy": "all arms", "median": 0.07}]  # the default policy, after a dense run
+    assert judged(beside, hidden=512)[0]["measured"] == 0.07
+    assert judged(beside, hidden=512)[0]["who"] == "adaptive top-1/2, beside all arms"
     assert len(judged(cells(8, 1, quick=0.1, slow=0.2, grouped=1.0, loop=1.0, batched=1.0), hidden=512)) == 1
     assert len(judged(cells(64, 1, quick=0.1, slow=0.2, grouped=1.0, loop=1.0, batched=1.0), hidden=512)) == 2
     assert len(judged(cells(8, 4096, quick=0.1, slow=0.2, grouped=1.0, loop=1.0, batched=1.0), hidden=512)) == 2

@@ -23,6 +23,7 @@ from moelab.policies import (
 from moelab.policies import compatibility as compatibility_module
 from moelab.policies._validate import check_ids
 from moelab.policies.decisions import SORT_AT_MOST, rank
+from moelab.policies.selection import Selection
 
 IDS = ("a:0", "a:1", "b:0", "b:1")
 GROUPED = CompatibilityTop2Selection(CompatibilityIndex.from_groups(IDS, ("a", "a", "b", "b")))
@@ -343,3 +344,23 @@ def test_a_decision_about_one_token_is_one_like_any_other(policy):
     assert "selected_scores=tensor" in repr(decision)
     with pytest.raises(AttributeError, match="'no_field'"):
         _ = decision.no_field
+
+
+def test_a_rule_for_batches_is_enough_for_a_policy_of_ones_own():
+    class BestThree(Selection):
+        def choose(self, bank):
+            ranked = rank(bank, 3)
+            return ranked * (bank.gather(-1, ranked) > 0)
+
+    scores = torch.tensor([[[3.0, 1.0, 2.0, -1.0]], [[-1.0, -2.0, 0.5, 0.25]]])
+    batch = BestThree()(scores, expert_ids=IDS)
+    assert batch.selected_indices.tolist() == [[[1, 3, 2]], [[3, 4, 0]]]
+    for row, want in zip(scores.split(1), batch.selected_indices.split(1), strict=True):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(BestThree()(row.to(dtype), expert_ids=IDS).selected_indices, want)
+
+
+def test_a_decision_about_one_token_keeps_nothing_of_a_batch_alive():
+    scores = torch.rand(10_000, 1, 4)
+    decision = AnchorVetoTop2Selection()(scores[:1], expert_ids=IDS)
+    assert len(pickle.dumps(decision)) < 2000

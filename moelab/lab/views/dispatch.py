@@ -67,7 +67,8 @@ def routing_share(rows: Rows, tokens: int = 1) -> pd.DataFrame:
 
 
 def dispatch_claims(here: Rows, *, hidden: int) -> pd.DataFrame:
-    """What was asked of dispatch, a row a claim: measured here and in the committed run, and whether it holds."""
+    """What was asked of dispatch, a row a claim: measured here and in the committed run (a share with its interquartile
+    range), and whether it holds."""
     from ...policies.bench import judged
 
     committed = dispatch_committed()
@@ -80,7 +81,7 @@ def dispatch_claims(here: Rows, *, hidden: int) -> pd.DataFrame:
                 {"claim": row["claim"], "asked": f"{'≤' if row['most'] else '≥'} {row['asked']:g}"}
                 | dict.fromkeys([key for run in runs for key in (run, f"{run}: verdict")]),
             )
-            most = f" ({row['who']})" if row["who"] else ""
-            claim[name] = f"{row['measured']:.3g}{most}, n {row['n']}"
+            spread = "" if row["spread"] is None else f" ± {row['spread']:.2g} ({row['who']})"
+            claim[name] = f"{row['measured']:.3g}{spread}, n {row['n']}"
             claim[f"{name}: verdict"] = HOLDS[row["holds"]]
     return pd.DataFrame(list(claims.values()))

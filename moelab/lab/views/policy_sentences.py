@@ -54,12 +54,13 @@ def fallback_sentences(found: Figures) -> str:
             verdict = "with the anchor in their place nothing measurable is lost"
         else:
             verdict = "the anchor in their place loses measurably"
+        wait = waiting["token time"] - 1
+        after = f"after {wait:.2f} token-times" if wait >= 0.005 else "which has nothing to wait for"
         reads = f"{deadline} read{'s' * (deadline != 1)}"
         out.append(
             f"{m} ({found[m]['anchor']} anchor), {reads} hidden: the whole route waits {slow - 1:.2f} "
-            f"token-times. Going on without late experts costs, in nats a token, {costs}; {verdict}. The "
-            f"soonest that waits and loses nothing measurable on all windows is {waiting['way']}, after "
-            f"{waiting['token time'] - 1:.2f} token-times."
+            f"token-times. Going on without late experts costs, in nats a token, {costs}; {verdict}. The soonest "
+            f"of the ways that would wait, and lose nothing measurable on all windows, is {waiting['way']}, {after}."
         )
     return _folded(out)
 
