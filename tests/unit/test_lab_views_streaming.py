@@ -23,8 +23,10 @@ FIGURES = {
         },
         "overlap": {
             "rows": [
-                {"arm": "off", "ratio": 1.0, "seconds": 0.02, "bound": 0.01, "share": None},
+                {"arm": "off", "ratio": 1.0, "seconds": 0.02, "bound": 0.01, "share": None, "compute": 0.008,
+                 "exposed": 0.01},
                 {"arm": "in_forward", "ratio": 1.0, "seconds": 0.012, "bound": 0.01, "share": 0.8, "share_least": 0.7,
+                 "exposed": 0.004,
                  "share_greatest": 0.9, "n": 3, "simulated_share": 1.0},
             ],
             "picture": [
@@ -68,7 +70,11 @@ def test_a_disk_shows_the_range_of_its_rate_in_each_models_run():
 
 
 def test_shares_leave_out_what_they_are_shares_of():
-    assert views.overlap_shares(FIGURES)["arm"].tolist() == ["in_forward"]
+    shares = views.overlap_shares(FIGURES)
+    assert shares["arm"].tolist() == ["in_forward"]
+    assert shares["waiting hidden"].tolist() == pytest.approx(
+        [0.75]
+    )  # of 10 ms two stay, since reads take 10 and compute 8
     assert views.overlap_times(FIGURES["m"])["arm"].tolist() == ["off", "in_forward", "bound"]
 
 

@@ -209,7 +209,7 @@ def test_claims_follow_their_figures(figures):
     lru = next(row for row in figures["cache"]["rows"] if row["policy"] == "recent-lfu" and row["share"] == 0.3)
     claim = rows["fewer bytes than a global LRU at 0.3 of all experts, by the default policy, recent-lfu"]
     assert claim["measured"] == lru["value"] / lru["lru"] and claim["holds"] == (lru["less"] < 0)
-    assert len(rows) == 2 + len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 3 * len(OPTIONS.ratios) + 2
+    assert len(rows) == 2 + len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 4 * len(OPTIONS.ratios) + 2
 
 
 def test_times_of_the_stand_in_are_judged_by_the_same_claims(tmp_path):
@@ -225,7 +225,7 @@ def test_times_of_the_stand_in_are_judged_by_the_same_claims(tmp_path):
     assert [row["nbytes"] for row in rates] == [found["expert_bytes"]] * 2 + [1 << 20] * 2
     assert [row["arm"] for row in found["overlap"]["rows"]] == list(streaming_stand_in.ARMS)
     assert found["claims"] == streaming_claims.claims(found)
-    assert len(found["claims"]) == len(rates) + 3 * len(options.ratios)
+    assert len(found["claims"]) == len(rates) + 4 * len(options.ratios)
 
 
 def test_a_stand_in_that_cannot_be_quantised_is_refused():
@@ -248,6 +248,13 @@ def test_a_claim_without_evidence_is_neither_held_nor_broken(figures):
     assert rows["tokens equal the resident model's under OpenBLAS"]["holds"] is True  # its tokens are, its bits not
     assert rows["peak memory ÷ memory budget"]["holds"] is False
     assert rows["fewer bytes than a global LRU by the default policy, recent-lfu"]["holds"] is None
+
+
+def test_waiting_that_compute_cannot_cover_is_not_asked_for():
+    off = {"exposed": 12.0, "compute": 8.0, "bound": 10.0}  # reads of 10: two of them stay whatever is predicted
+    assert streaming_claims.waiting_hidden(off, {"exposed": 2.0}) == 1.0
+    assert streaming_claims.waiting_hidden(off, {"exposed": 3.0}) == 0.9
+    assert streaming_claims.waiting_hidden(off | {"exposed": 0.0}, {"exposed": 0.0}) is None
 
 
 def test_an_arm_that_changes_the_answer_is_refused(loaded, monkeypatch):

@@ -20,7 +20,8 @@ def overlap_row(arm, ratio, share, difference):
     known = None if arm == "off" else share
     return {
         "arm": arm, "ratio": ratio, "n": 3, "share": known, "share_least": known, "share_greatest": known,
-        "simulated_share": known, "difference": difference,
+        "simulated_share": known, "difference": difference, "compute": 10.0, "bound": 10.0,
+        "exposed": 5.0 if arm == "off" else 5.0 * (1 - share),
     }  # fmt: skip
 
 
@@ -45,7 +46,7 @@ def figures(share=0.95, difference=0.05, rate=1.0, checks=None):
     ("wrong", "failing"),
     [
         ({}, 0),
-        ({"share": 0.89}, 6),
+        ({"share": 0.89}, 9),
         ({"difference": -0.11}, 1),
         ({"rate": 0.94}, 1),
         ({"checks": [check_row(ratio=1.11)]}, 1),

@@ -149,12 +149,18 @@ def overlapped(found: Figures) -> pd.DataFrame:
 
 
 def overlap_shares(found: Figures) -> pd.DataFrame:
-    """One row a model, ratio and arm with a prediction: share of the possible, measured (and from where to where), and
-    simulated."""
+    """One row a model, ratio and arm with a prediction: what is hidden of the waiting that can be, and the share of the
+    time that can be won, measured (and from where to where) and simulated."""
+    from ...studies.streaming_claims import waiting_hidden
+
     return pd.DataFrame(
         [
             {
-                "model": m, "reads ÷ compute": r["ratio"], "arm": r["arm"], "share": r["share"],
+                "model": m, "reads ÷ compute": r["ratio"], "arm": r["arm"],
+                "waiting hidden": waiting_hidden(
+                    next(off for off in o["rows"] if (off["arm"], off["ratio"]) == ("off", r["ratio"])), r
+                ),
+                "share": r["share"],
                 "least": r["share_least"], "greatest": r["share_greatest"], "n": r["n"],
                 "simulated share": r["simulated_share"],
             }
