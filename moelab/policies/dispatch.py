@@ -138,18 +138,27 @@ class SparseDispatcher:
             mixture_features=mixture_features,
             token_args=token_args,
         )
-        if routes.plain is not None:
-            return self._execute_one(capacity, rows, hidden_states, anchor_mlp, experts, token_args)
-        weights = zero_weights(routes)
         # Without a specialist anywhere, or with an anchor that answers every token, the anchor gets
         # the states as the dense model would give them: the result is the dense model's, bit by bit.
-        idle, dense = not bool(routes.slot_mask.any()), None
+        one, dense = routes.plain, None
+        idle = not (routes.slot_mask.any() if one is None else any(one.candidates))
         if idle or "anchor_output" in self.combination.needs:
             check_callable("anchor_mlp", anchor_mlp)
             answer = check_output("anchor_mlp", anchor_mlp(hidden_states, **token_args), hidden_states)
             if idle:
-                return DispatchResult(answer, capacity, weights)
+                return DispatchResult(answer, capacity, zero_weights(routes))
             dense = answer.flatten(0, 1)
+        if one is None:
+            output, weights = self._run_rows(routes, rows, anchor_mlp, experts, dense)
+        else:
+            output, weights = self._run_one(routes, rows, experts, dense)
+        return DispatchResult(output.view_as(hidden_states), capacity, weights)
+
+    def _run_rows(
+        self, routes: Decision, rows: Rows, anchor_mlp: Mlp, experts: Sequence[Mlp], dense: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`[R, H]` output and `[B, T, S]` weights; dense: `[R, H]` of an anchor that has answered every token."""
+        weights = zero_weights(routes)
         output = torch.empty_like(rows.hidden)
         expert_outputs, position = run_experts(rows, routes, experts)
         slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), weights.flatten(0, 1)
@@ -169,43 +178,25 @@ class SparseDispatcher:
                 )
                 output[some] = mixture.output
                 slot_weights[some, :arity] = mixture.weights
-        return DispatchResult(output.view_as(hidden_states), capacity, slot_weights.view_as(weights))
+        return output, slot_weights.view_as(weights)
 
-    def _execute_one(
-        self,
-        capacity: CapacityResult,
-        rows: Rows,
-        hidden_states: Tensor,
-        anchor_mlp: Mlp,
-        experts: Sequence[Mlp],
-        token_args: Mapping[str, Tensor],
-    ) -> DispatchResult:
-        """The same for a single token that was decided in plain numbers."""
-        routes = capacity.effective_routes
+    def _run_one(
+        self, routes: Decision, rows: Rows, experts: Sequence[Mlp], dense: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same for a token that was decided in plain numbers and runs a specialist."""
         one = routes.plain
-        slots, dense = len(one.candidates), None
-        kind = {"dtype": weight_dtype(one.dtype), "device": one.device}
-        chosen = [candidate - 1 for candidate in one.candidates if candidate]
-        arity = len(chosen)
-        if not arity or "anchor_output" in self.combination.needs:
-            check_callable("anchor_mlp", anchor_mlp)
-            answer = check_output("anchor_mlp", anchor_mlp(hidden_states, **token_args), hidden_states)
-            if not arity:
-                return DispatchResult(answer, capacity, torch.zeros(1, 1, slots, **kind))
-            dense = answer.flatten(0, 1)
+        slots, chosen = len(one.candidates), [candidate - 1 for candidate in one.candidates if candidate]
         outputs = [rows.run(experts[k], None, f"experts[{routes.expert_ids[k]!r}]") for k in chosen]
+        arity = len(outputs)
         if arity == 1 and dense is None:
-            output = outputs[0]
-            weights = torch.tensor([1.0] + [0.0] * (slots - 1), **kind)
-        else:
-            scores = routes.slot_scores.flatten(0, 1)
-            mixture = self.combination(
-                torch.stack(outputs, 1),
-                selected_scores=scores[:, :arity],
-                **rows.combination_args(self.combination, None, dense),
-            )
-            output, weights = mixture.output, torch.nn.functional.pad(mixture.weights, (0, slots - arity))
-        return DispatchResult(output.view_as(hidden_states), capacity, weights.view(1, 1, slots))
+            weights = [1.0] + [0.0] * (slots - 1)
+            return outputs[0], torch.tensor([[weights]], dtype=weight_dtype(one.dtype), device=one.device)
+        mixture = self.combination(
+            torch.stack(outputs, 1),
+            selected_scores=routes.slot_scores.flatten(0, 1)[:, :arity],
+            **rows.combination_args(self.combination, None, dense),
+        )
+        return mixture.output, torch.nn.functional.pad(mixture.weights, (0, slots - arity)).view(1, 1, slots)
 
 
 def rows_by_arity(routes: Decision) -> list[Tensor]:

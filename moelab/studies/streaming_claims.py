@@ -7,7 +7,7 @@ they went.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..streaming.cache.eviction import DEFAULT
@@ -104,8 +104,7 @@ def _overlap(figures: Mapping[str, Any]) -> list[dict]:
     rows, found = figures["rows"], []
     for ratio in sorted({row["ratio"] for row in rows}):
         here = [row for row in rows if row["ratio"] == ratio]
-        off = next(row for row in here if row["arm"] == "off")
-        ahead = [row | {"hidden": waiting_hidden(off, row)} for row in here if row["arm"].startswith("in_forward")]
+        ahead = [row | {"hidden": waiting_hidden(here, row)} for row in here if row["arm"].startswith("in_forward")]
         for name, words in (
             ("hidden", f"hides the waiting that can be hidden, reads {ratio:g} × compute"),
             ("simulated_share", f"wins the time that can be won, reads {ratio:g} × compute, simulated"),
@@ -117,7 +116,7 @@ def _overlap(figures: Mapping[str, Any]) -> list[dict]:
             spread = f"{_span(best['share_least'], best['share_greatest'])} {arm}" if best and name == "share" else arm
             found.append(
                 _claim(
-                    f"an oracle in the forward {words}", None if best is None else best[name], HIDDEN, off["n"],
+                    f"an oracle in the forward {words}", None if best is None else best[name], HIDDEN, ahead[0]["n"],
                     None if best is None else best[name] >= HIDDEN, spread,
                 )
             )  # fmt: skip
@@ -132,9 +131,10 @@ def _overlap(figures: Mapping[str, Any]) -> list[dict]:
     return found
 
 
-def waiting_hidden(off: Mapping[str, Any], row: Mapping[str, Any]) -> float | None:
-    """Of the waiting for reads that compute could cover, the share that an arm has no more. Of two rows of the overlap
-    study at one ratio; more than 1 where predictions also spare bytes, None where nobody waits."""
+def waiting_hidden(rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]) -> float | None:
+    """Of the waiting for reads that compute could cover, the share that an arm has no more: of its row among the rows
+    of the overlap study. More than 1 where predictions also spare bytes, None where nobody waits."""
+    off = next(other for other in rows if (other["arm"], other["ratio"]) == ("off", row["ratio"]))
     can = off["exposed"] - max(0.0, off["bound"] - off["compute"])
     return (off["exposed"] - row["exposed"]) / can if can > 0 else None
 

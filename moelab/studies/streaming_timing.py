@@ -80,12 +80,11 @@ def judged(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     for ratio in RATIOS:
         ahead = [row for row in rows if row["ratio"] == ratio and row["arm"].startswith("in_forward")]
-        off = next(row for row in rows if row["ratio"] == ratio and row["arm"] == "off")
-        hidden = {row["arm"]: waiting_hidden(off, row) or 0.0 for row in ahead}
+        hidden = {row["arm"]: waiting_hidden(rows, row) or 0.0 for row in ahead}
         arm = max(hidden, key=hidden.get)
         claim(
             f"of the waiting that can be hidden, hidden by an oracle in the forward, reads {ratio:g} x compute",
-            hidden[arm], HIDDEN, off["n"], hidden[arm] >= HIDDEN, arm,
+            hidden[arm], HIDDEN, ahead[0]["n"], hidden[arm] >= HIDDEN, arm,
         )  # fmt: skip
         for key, where in (("simulated_share", "simulated"), ("share", "measured")):
             best = max(ahead, key=lambda row: row[key])

@@ -251,10 +251,11 @@ def test_a_claim_without_evidence_is_neither_held_nor_broken(figures):
 
 
 def test_waiting_that_compute_cannot_cover_is_not_asked_for():
-    off = {"exposed": 12.0, "compute": 8.0, "bound": 10.0}  # reads of 10: two of them stay whatever is predicted
-    assert streaming_claims.waiting_hidden(off, {"exposed": 2.0}) == 1.0
-    assert streaming_claims.waiting_hidden(off, {"exposed": 3.0}) == 0.9
-    assert streaming_claims.waiting_hidden(off | {"exposed": 0.0}, {"exposed": 0.0}) is None
+    off = {"arm": "off", "ratio": 1.0, "exposed": 12.0, "compute": 8.0, "bound": 10.0}
+    other = off | {"ratio": 2.0, "exposed": 99.0}  # reads of 10: two of them stay whatever is predicted
+    assert streaming_claims.waiting_hidden([other, off], {"ratio": 1.0, "exposed": 2.0}) == 1.0
+    assert streaming_claims.waiting_hidden([other, off], {"ratio": 1.0, "exposed": 3.0}) == 0.9
+    assert streaming_claims.waiting_hidden([off | {"exposed": 0.0}], {"ratio": 1.0, "exposed": 0.0}) is None
 
 
 def test_an_arm_that_changes_the_answer_is_refused(loaded, monkeypatch):

@@ -157,10 +157,7 @@ def overlap_shares(found: Figures) -> pd.DataFrame:
         [
             {
                 "model": m, "reads ÷ compute": r["ratio"], "arm": r["arm"],
-                "waiting hidden": waiting_hidden(
-                    next(off for off in o["rows"] if (off["arm"], off["ratio"]) == ("off", r["ratio"])), r
-                ),
-                "share": r["share"],
+                "waiting hidden": waiting_hidden(o["rows"], r), "share": r["share"],
                 "least": r["share_least"], "greatest": r["share_greatest"], "n": r["n"],
                 "simulated share": r["simulated_share"],
             }
