@@ -106,13 +106,13 @@ def check_scores(
 
 
 def as_row(values: Tensor) -> Row:
-    """The numbers `[1, 1, N]` of a token in plain: `[N]`, a list of few, an array of many.
+    """The numbers `[N]` or `[1, 1, N]` of a token in plain: `[N]`, a list of few, an array of many.
 
     In decode none of this is in the caches: of few numbers the code of numpy takes the time, of many a list's memory.
     """
     if values.shape[-1] <= FEW:
-        ((row,),) = values.tolist()
-        return row
+        row = values.tolist()
+        return row if values.ndim == 1 else row[0][0]
     try:
         return values.numpy().ravel()
     except (TypeError, RuntimeError):  # bfloat16, another device, a gradient to follow: an exact copy
@@ -126,6 +126,13 @@ def best_of(row: Row) -> tuple[int, float]:
         return row.index(value), value
     best = int(row.argmax())
     return best, row.item(best)
+
+
+def some_of(row: Row, where: slice | list[int]) -> Row:
+    """A copy of some of the numbers."""
+    if not isinstance(row, list):
+        return row[where].copy()
+    return row[where] if isinstance(where, slice) else [row[i] for i in where]
 
 
 def check_number(name: str, value: object, *, least: float) -> float:

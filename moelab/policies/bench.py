@@ -12,7 +12,7 @@ them. Every figure carries n, the median and the spread (the interquartile range
                 by themselves, in a loop, they would be warmer than dispatch ever finds them. `share` is the part of
                 the same run that they take. (The one tensor of scores that a mixture of one token needs is made later)
 
-One token is another token every round, as in decode: its specialists' weights come from memory. `measure` times every
+One token is another token every run, as in decode: its specialists' weights come from memory. `measure` times every
 selection policy, and the default one against the other arms; `judged` holds the rows against what was asked.
 
     python -m moelab.policies.bench --experts 8 64 256 --tokens 1 4096
@@ -49,7 +49,6 @@ from moelab.policies.selection import (
 ONE_TOKEN_BATCHES = 64
 ALL_ARMS, DEFAULT = "all arms", "adaptive top-1/2"
 """In place of a policy: the default policy, beside the plain ways to do its work. Which one that is."""
-LONG = ("loop", "dense")
 ROUTING, LOOP, BATCHED = 0.05, 10.0, 2.0
 """Asked: selection and capacity, of dispatch at most; the loop ÷ grouped at least; grouped ÷ batched at most."""
 ASKED_HIDDEN, ASKED_BATCHED = 512, 64
@@ -105,15 +104,15 @@ class Bank:
         self.availability = torch.arange(experts) % 8 != 7
 
 
-def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int, long: int = 0) -> dict[str, Timing]:
-    """Time every arm once a round, after one run of each that does not count.
+def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int, **enough: int) -> dict[str, Timing]:
+    """Time every arm once a round, after one round that does not count.
 
-    long: 0, or as many rounds are enough for the arms in `LONG`, without a run before: they last for seconds.
+    enough: by arm that lasts long, as many rounds as are enough for it, the first ones, without one before.
     """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(rounds + 1):
         for name in arms if turn % 2 else reversed(arms):
-            if long and name in LONG and not 0 < turn <= long:
+            if turn > enough.get(name, rounds) or (name in enough and not turn):
                 continue
             start = time.perf_counter()
             arms[name]()
@@ -128,15 +127,15 @@ def time_dispatch(
     *,
     tokens: int,
     rounds: int = 5,
-    long: int = 0,
     arms: tuple[str, ...] = ("grouped", "loop", "dense", "batched"),
     seed: int = 0,
     dispatcher: SparseDispatcher | None = None,
+    **enough: int,
 ) -> dict[str, Timing]:
     """Time dispatch of `tokens` tokens over the bank's specialists on random scores.
 
     One score in four is negative, one specialist in eight is unavailable. With `grouped` come `route` and `share`.
-    `long` as in `time_arms`.
+    `enough` as in `time_arms`.
     """
     generator = torch.Generator().manual_seed(seed)
     dispatcher = dispatcher or SparseDispatcher()
@@ -164,18 +163,15 @@ def time_dispatch(
         inside.append(routing)
         shares.append(routing / whole)
 
-    def dense() -> Tensor:
-        return torch.stack([mlp(states[:1]) for mlp in (bank.anchor, *bank.experts)])
-
     every = {
         "grouped": grouped,
         "loop": lambda: [dispatch("loop", slice(token, token + 1)) for token in range(tokens)],
-        "dense": dense,
+        "dense": lambda: torch.stack([mlp(states[:1]) for mlp in (bank.anchor, *bank.experts)]),
     }
     if "batched" in arms:
         routes = dispatcher.route(scores[:1], **given).effective_routes
         every["batched"] = _batched(bank, int(routes.slot_mask.sum()), generator, copies=8 if tokens == 1 else 1)
-    found = time_arms({name: every[name] for name in arms}, rounds=rounds, long=long)
+    found = time_arms({name: every[name] for name in arms}, rounds=rounds, **enough)
     if "grouped" in arms:  # the first run does not count
         found |= {"route": _timing(inside[1:]), "share": _timing(shares[1:])}
     return found
@@ -213,17 +209,19 @@ def measure(
     """Rows `{experts, tokens, policy, arm, n, median, spread}`, seconds (a ratio for the arm `share`), as they come.
 
     rounds: of many tokens; of one token two hundred times as many for each policy and forty times for all arms. Of
-    many tokens the arms in `LONG` take `rounds`, and the others of all arms three times as many.
+    many tokens a dense run takes `rounds`, and the other arms beside it three times as many. Of one token a dense run
+    takes five times as many: it leaves nothing in the caches, where in decode a dispatch follows another.
     each_policy: of `tokens`, those on which every policy is timed and not the default one alone; None = all.
     """
     for number in experts:
         bank = Bank(number, hidden=hidden, intermediate=2 * hidden)
         for many in tokens:
-            each, all_arms, long = (200 * rounds, 40 * rounds, 0) if many == 1 else (rounds, 3 * rounds, rounds)
+            each, beside = (200 * rounds, 40 * rounds) if many == 1 else (rounds, 3 * rounds)
+            enough = {"dense": 5 * rounds} if many == 1 else {"loop": beside, "dense": rounds}
             policies = dispatchers(number) if each_policy is None or many in each_policy else {}
-            plans = [(name, d, ("grouped",), each, 0) for name, d in policies.items()]
-            for policy, dispatcher, timed, turns, few in [*plans, (ALL_ARMS, None, arms, all_arms, long)]:
-                found = time_dispatch(bank, tokens=many, rounds=turns, long=few, arms=timed, dispatcher=dispatcher)
+            plans = [(name, d, ("grouped",), each) for name, d in policies.items()]
+            for policy, dispatcher, timed, turns in [*plans, (ALL_ARMS, None, arms, beside)]:
+                found = time_dispatch(bank, tokens=many, rounds=turns, arms=timed, dispatcher=dispatcher, **enough)
                 cell = {"experts": number, "tokens": many, "policy": policy}
                 yield from (cell | {"arm": arm, **asdict(timing)} for arm, timing in found.items())
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import check_tensor
+from moelab.policies._validate import as_row, check_tensor
 from moelab.policies.decisions import CapacityResult, Decision, Top1Decision
 
 
@@ -100,9 +100,7 @@ def keep(decision: Decision, available: Tensor) -> Decision:
 
 def keep_in_one(decision: Decision, expert_availability: Tensor) -> Decision:
     """The same for a decision about one token, in plain numbers."""
-    one, available = decision.plain, expert_availability.tolist()
-    if expert_availability.ndim == 3:
-        ((available,),) = available
+    one, available = decision.plain, as_row(expert_availability)
     for candidate in one.candidates:
         if candidate and not available[candidate - 1]:
             break

@@ -20,13 +20,12 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, groupby, pairwise
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from moelab.errors import PolicyError
-from moelab.policies._validate import Row, check_ids, check_sequence
+from moelab.policies._validate import Row, best_of, check_ids, check_sequence, some_of
 from moelab.policies.decisions import rank
 from moelab.policies.selection import Selection
 
@@ -82,10 +81,10 @@ class CompatibilityIndex:
         return tuple(sorted(found, key=len))
 
     @cached_property
-    def members(self) -> tuple[itemgetter, ...]:
-        """`[C]` what takes a clique's own out of a list of N: of those beside each other, a slice."""
+    def members(self) -> tuple[slice | list[int], ...]:
+        """`[C]` where a clique's own are in a row of N: of those beside each other, a slice."""
         runs = ((clique, clique[-1] - clique[0] < len(clique)) for clique in self.cliques)
-        return tuple(itemgetter(slice(c[0], c[-1] + 1)) if run else itemgetter(*c) for c, run in runs)
+        return tuple(slice(clique[0], clique[-1] + 1) if run else list(clique) for clique, run in runs)
 
     @cached_property
     def tables(self) -> tuple[Tensor, ...]:
@@ -148,17 +147,18 @@ class CompatibilityTop2Selection(Selection):
         return pair.gather(1, order.argmin(-1)[:, None, None].expand(-1, 1, 2)).squeeze(1)
 
     def choose_one(self, row: Row, dtype: torch.dtype) -> list[int]:
-        best, found, row = 0.0, (0, 0), row if isinstance(row, list) else row.tolist()
+        best, found = 0.0, (0, 0)
+        if not isinstance(row, list) and len(row) < 16 * len(self.index.cliques):
+            row = row.tolist()  # an array is sooner handled only where the cliques are long
         for clique, members in zip(self.index.cliques, self.index.members, strict=True):
-            scores = list(members(row))  # a clique has two at least
-            first = max(scores)
+            scores = some_of(row, members)  # a clique has two at least
+            i, first = best_of(scores)
             if first + first < best:  # none of its pairs has a larger sum
                 continue
-            i = scores.index(first)
             scores[i] = -math.inf
-            second = max(scores)
+            j, second = best_of(scores)
             if second > 0 and first + second >= best:
-                pair = clique[i] + 1, clique[scores.index(second)] + 1
+                pair = clique[i] + 1, clique[j] + 1
                 if first + second > best or sorted(pair) < sorted(found):
                     best, found = first + second, pair
         return list(found)

@@ -29,6 +29,9 @@ from moelab.policies.decisions import CapacityResult, Decision
 from moelab.policies.rows import Mlp, Rows, check_callable, check_output
 from moelab.policies.selection import AdaptiveTop1Top2Selection, Selection
 
+AT_ONCE = 512
+"""Tokens whose outputs are combined at a time: few enough that these stay in the caches."""
+
 
 @dataclass(frozen=True, eq=False)
 class DispatchResult:
@@ -162,17 +165,20 @@ class SparseDispatcher:
         output = torch.empty_like(rows.hidden)
         expert_outputs, position = run_experts(rows, routes, experts)
         slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), weights.flatten(0, 1)
-        for arity, some in enumerate(rows_by_arity(routes)):
-            if not len(some):
+        for arity, every in enumerate(rows_by_arity(routes)):
+            if not len(every):
                 continue
             if arity == 0:
-                output[some] = rows.run(anchor_mlp, some, "anchor_mlp") if dense is None else dense[some]
-            elif arity == 1 and dense is None:
-                output[some] = expert_outputs[position[some, 0]]
-                slot_weights[some, 0] = 1
-            else:
+                output[every] = rows.run(anchor_mlp, every, "anchor_mlp") if dense is None else dense[every]
+                continue
+            for some in every.split(AT_ONCE):
+                ranked = expert_outputs.index_select(0, position[some, :arity].flatten()).unflatten(0, (-1, arity))
+                if arity == 1 and dense is None:
+                    output[some] = ranked.squeeze(1)
+                    slot_weights[some, 0] = 1
+                    continue
                 mixture = self.combination(
-                    expert_outputs[position[some, :arity]],
+                    ranked,
                     selected_scores=slot_scores[some, :arity],
                     **rows.combination_args(self.combination, some, dense),
                 )

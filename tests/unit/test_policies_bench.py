@@ -18,7 +18,7 @@ def test_arms_take_turns_in_an_order_that_is_reversed():
 def test_long_arms_take_fewer_turns_and_none_before():
     calls = []
     arms = {name: lambda name=name: calls.append(name) for name in ("grouped", "loop")}
-    timings = time_arms(arms, rounds=3, long=2)
+    timings = time_arms(arms, rounds=3, loop=2)
     assert calls == ["grouped", "grouped", "loop", "loop", "grouped", "grouped"]
     assert (timings["grouped"].n, timings["loop"].n) == (3, 2)
 
@@ -37,7 +37,9 @@ def test_every_policy_is_measured_and_the_default_one_beside_all_arms():
     every = [*dict.fromkeys([*dispatchers(4), "all arms"])]
     assert [share[:3] for share in shares] == [(n, t, policy) for n in (4, 8) for t in (1, 3) for policy in every]
     assert {share[3] for share in shares if share[1] == 1} == {200, 40}
-    assert {row["n"] for row in rows if row["arm"] in ("loop", "dense") and row["tokens"] == 3} == {1}
+    assert {row["n"] for row in rows if row["arm"] == "dense" and row["tokens"] == 1} == {5}
+    many = {(row["arm"], row["n"]) for row in rows if row["policy"] == "all arms" and row["tokens"] == 3}
+    assert many == {("dense", 1), *((arm, 3) for arm in ("grouped", "route", "share", "loop", "batched"))}
 
 
 def test_every_policy_may_be_left_to_few_tokens():

@@ -106,6 +106,20 @@ def test_any_arity_is_dispatched():
     assert result.mixture_weights.shape == (2, 2, 3)
 
 
+@pytest.mark.parametrize("combination", [ScoreSoftmaxCombination(), AlwaysOnAnchorCombination()])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_outputs_may_be_combined_a_few_tokens_at_a_time(monkeypatch, at_once, combination):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 7, 2, generator=generator)
+    scores = torch.randn(2, 7, 3, generator=generator) - 0.5
+    dispatcher = SparseDispatcher(DynamicKSelection(3), PromoteSurvivorsCapacity(), combination)
+    whole = run(dispatcher, hidden=hidden, scores=scores)
+    assert whole.capacity.route_arity.unique().tolist() == [0, 1, 2, 3]
+    monkeypatch.setattr(dispatch, "AT_ONCE", at_once)
+    parts = run(dispatcher, hidden=hidden, scores=scores)
+    assert torch.equal(parts.output, whole.output) and torch.equal(parts.mixture_weights, whole.mixture_weights)
+
+
 def test_ragged_packages_are_dispatched():
     dispatcher = SparseDispatcher(HierarchicalSelection((2, 1), AdaptiveTop1Top2Selection(), "given"))
     packages = torch.tensor([[[1.0, 2.0], [1.0, -1.0]], [[1.0, 1.0], [0.0, 0.0]]])
