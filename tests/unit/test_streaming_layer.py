@@ -9,6 +9,7 @@ from moelab.models import tiny
 from moelab.routes import DECODED
 from moelab.streaming import EngineOptions, StreamingEngine
 from moelab.streaming.memory.forward import Forward
+from moelab.streaming.memory.memory import ExpertMemory
 
 
 @pytest.fixture
@@ -43,3 +44,29 @@ def test_delayed_evaluation_gets_the_bytes_it_was_built_on(engine):
 def test_it_would_not_if_slots_were_released_before_the_evaluation(engine, monkeypatch):
     monkeypatch.setattr(Forward, "depart", lambda self, output: None)  # nobody evaluates it in time
     assert not all(churn(engine))
+
+
+def test_listeners_hear_while_experts_are_computed_and_before_any_waiting(engine, monkeypatch):
+    said = []
+
+    class Ear:
+        def routed(self, *, step, layer, ids, x, now):
+            said.append(f"told {ids.tolist()}")
+
+        def ended(self, *, step):
+            pass
+
+    real, wait = mx.async_eval, ExpertMemory._wait
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (said.append("begun"), real(*arrays))[1])
+    monkeypatch.setattr(
+        ExpertMemory, "_wait", lambda self, demand, leave: (said.append("waits"), wait(self, demand, leave))[1]
+    )
+    engine.forward.listeners.append(Ear())
+    x, ids = mx.zeros((1, 1, engine.loaded.geometry.hidden)), mx.array([[[3, 1, 2, 0]]])
+    for _ in range(2):
+        engine.forward.begin(DECODED)
+        engine.loaded.blocks[0].switch(x, ids)
+        engine.forward.end()
+        said.append("end")
+    missing, resident = ["told [[[3, 1, 2, 0]]]", "waits", "end"], ["waits", "begun", "told [[[3, 1, 2, 0]]]", "end"]
+    assert said == missing + resident

@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -131,6 +132,64 @@ def test_demand_overtakes_queued_predictions(pack):
         demand = memory.demand(0, [15], phase=DECODED)
         demand.wait()
         assert order.index(15) <= 1  # the asking thread reads it itself while the reader is busy
+        memory.release(demand.keys)
+        memory.close()
+
+
+def test_idle_readers_sleep_through_visits_that_miss_nothing(pack, monkeypatch):
+    with open_store(pack) as store:
+        memory = make(store, slots=12)
+        first = memory.demand(0, [1, 2, 3], phase=DECODED)
+        first.wait()
+        memory.release(first.keys)
+        memory.drain()
+        time.sleep(0.05)  # readers that were woken by the visit have gone back to sleep
+        looks, real = [], memory.scheduler.next
+        monkeypatch.setattr(memory.scheduler, "next", lambda *a, **k: (looks.append(a), real(*a, **k))[1])
+        for _ in range(5):
+            again = memory.demand(0, [1, 2, 3], phase=DECODED)
+            again.wait()
+            memory.release(again.keys)
+        time.sleep(0.05)
+        assert again.hits == [True] * 3 and not looks
+        memory.close()
+
+
+def test_a_prediction_that_found_no_bytes_free_is_read_once_they_are(pack):
+    """The asking thread's own read takes the bytes that predictions may have; nobody but it sees the end of that."""
+    with open_store(pack) as store:
+        memory, size, begun, go = (
+            make(store, slots=12, threads=1),
+            store.nbytes(0),
+            threading.Event(),
+            threading.Event(),
+        )
+        memory.scheduler = Scheduler(max_inflight_bytes=2 * size, p0_reserve_bytes=size)
+        real = store.read_into
+
+        def read_into(layer, expert, out):
+            if expert == 1:
+                begun.set()
+                go.wait(10)
+            return real(layer, expert, out)
+
+        store.read_into = read_into
+
+        def predict():
+            begun.wait(10)
+            memory.predict(prefetcher(memory, "p"), [(1, 2, 1.0)])
+            time.sleep(0.05)  # the reader looks, and finds nothing that may be begun
+            go.set()
+
+        other = threading.Thread(target=predict)
+        other.start()
+        demand = memory.demand(0, [1], phase=DECODED)
+        demand.wait()
+        other.join()
+        landed = time.monotonic() + 5
+        while memory.cache.slot(memory.store.experts + 2) is None and time.monotonic() < landed:
+            time.sleep(0.01)
+        assert memory.cache.slot(memory.store.experts + 2) is not None
         memory.release(demand.keys)
         memory.close()
 

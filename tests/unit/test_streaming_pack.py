@@ -223,7 +223,7 @@ def test_other_weights_are_found_when_asked(copy):
 
 
 @pytest.mark.parametrize("change, match", [
-    ({"version": 1}, "unknown version of a pack.*got: 1, expected: 2"),
+    ({"version": 1}, "unknown version of a pack.*got: 1, expected: 3"),
     ({"version": None}, "unknown version"),
     ({"shiny": True}, "unknown field `shiny`"),
     ({"experts": "16"}, "not a pack"),

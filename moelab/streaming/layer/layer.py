@@ -61,8 +61,15 @@ class StreamingSwitch(nn.Module):
     def _at_once(self, x: mx.array, experts: np.ndarray, position: np.ndarray) -> mx.array:
         """All experts of the visit have a slot."""
         demand = self._forward.demand(self.layer, experts)
+        if not demand.waiting:
+            self._forward.wait(demand)
+            out = self.inner(x, mx.array(demand.slots[position]))
+            mx.async_eval(out)  # while it is computed, predictions are queued and the next layer is put together
+            self._forward.announce(self.layer)
+            return out
+        self._forward.announce(self.layer)
         one_token = position.size == position.shape[-1]
-        if not one_token or not demand.waiting or self._small(demand) and len(demand.waiting) == len(experts):
+        if not one_token or self._small(demand) and len(demand.waiting) == len(experts):
             self._forward.wait(demand)
             return self.inner(x, mx.array(demand.slots[position]))
         # One token whose experts are there at different times: compute what is there while the rest is read.
@@ -91,7 +98,9 @@ class StreamingSwitch(nn.Module):
         rows, flat = x.reshape(-1, x.shape[-1]), position.reshape(-1)
         parts, order = [], []
         for number, group in enumerate(groups):
-            demand = self._forward.demand(self.layer, experts[group], announce=number == 0)
+            demand = self._forward.demand(self.layer, experts[group])
+            if number == 0:
+                self._forward.announce(self.layer)
             self._forward.wait(demand)
             slots = np.full(len(experts), -1, np.int32)
             slots[group] = demand.slots

@@ -254,6 +254,7 @@ class StagedSwitch(StreamingSwitch):
         experts, position = distinct(ids)
         late = np.isin(experts, ids[missing])
         demand = self._forward.demand(self.layer, experts[~late])
+        self._forward.announce(self.layer)
         self.late.read(experts[late])
         self._forward.wait(demand)
         slots = np.zeros(len(experts), np.int32)

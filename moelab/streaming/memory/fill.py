@@ -93,7 +93,7 @@ class Fill:
                 deadline=deadline, nbytes=memory.store.nbytes(self.layer),
             )  # fmt: skip
             memory.scheduler.submit(ticket, now)
-        memory._change.notify_all()
+        memory._work.notify(len(keys))
 
     def landed(self, key: int, error: BaseException | None) -> None:
         """A read has ended; called by its thread with the lock."""

@@ -6,8 +6,8 @@ A streamed layer reports here when its ids are wanted (`arrive`) and when its ou
 * **one synchronisation a layer.** `arrive` evaluates the ids together with the previous layer's output;
   when it returns, that layer's slots have been used and are released. Never earlier.
 * **phase is told, not guessed.** A pass is prefill or decode because its caller said so.
-* **predictions are issued inside the pass.** As soon as a layer's route is known, and its own demand is
-  queued, each `listener` may queue reads for later layers.
+* **predictions are issued inside the pass.** As soon as a layer's route is known, and its own demand is queued or,
+  where nothing is missing, its experts are being computed, each `listener` may queue reads for later layers.
 * **one thread.** Lazy mlx arrays belong to the thread that made them. Any thread may run a pass, but two may
   not run one at a time.
 """
@@ -126,19 +126,18 @@ class Forward:
         """A figure still lazy: evaluated with the end of the pass, then given to `add`. Not if the pass is aborted."""
         self._tallies.append((values, add))
 
-    def announce(self, layer: int, ids: np.ndarray, x: mx.array) -> None:
-        """Tell the listeners a route."""
-        now = self.memory.clock()
+    def announce(self, layer: int, ids: np.ndarray | None = None, x: mx.array | None = None) -> None:
+        """Tell the listeners a route; without one, that of the last arrival."""
+        ids, x, now = self._ids if ids is None else ids, self._x if x is None else x, self.memory.clock()
         for listener in self.listeners:
             listener.routed(step=self.step, layer=layer, ids=ids, x=x, now=now)
 
-    def demand(self, layer: int, experts: np.ndarray, *, announce: bool = True) -> Demand:
+    def demand(self, layer: int, experts: np.ndarray) -> Demand:
+        """Begin a visit; the slots are leased until the next synchronisation. Then `announce`, before any waiting."""
         demand = self.memory.demand(layer, experts.tolist(), phase=self.phase)
         self._leased += demand.keys
         missing = int(demand.missing.sum())
         self.timeline.asked(experts=len(experts), missing=missing, read_bytes=missing * self.memory.store.nbytes(layer))
-        if announce:
-            self.announce(layer, self._ids, self._x)
         return demand
 
     def served(self, layer: int, experts: np.ndarray) -> None:

@@ -91,11 +91,12 @@ class ExpertMemory:
         pools = {cache.pool_of(layer): store.layouts[layer] for layer in range(store.layers)}
         self.slabs = [Slab(pools[pool], cache.pool_slots[pool]) for pool in range(len(pools))]
         self.prefetch_error: BaseException | None = None
-        self.prefetch_errors = 0
-        self.drained_s = 0.0
+        self.prefetch_errors, self.drained_s = 0, 0.0
         self.observers: list[Callable[[list[int], list[bool]], None]] = []
         self.ended: list[Callable[[Ticket, float], None]] = []
-        self._change = threading.Condition(threading.Lock())
+        # One lock, and idle readers wait for `_work`: woken for nothing they take a core from the thread that computes.
+        lock = threading.Lock()
+        self._change, self._work = threading.Condition(lock), threading.Condition(lock)
         self._reads = 0  # in progress
         self._failed: dict[int, BaseException] = {}
         self.outside: dict[int, Fill] = {}  # key outside of the cache -> who is told when its read ends
@@ -117,8 +118,6 @@ class ExpertMemory:
                 self._change.wait()
             parts = self.cache.groups(layer, [base + expert for expert in experts])
         return [[key - base for key in part] for part in parts]
-
-    # ------------------------------------------------------------------ the asking thread
 
     def demand(self, layer: int, experts: Sequence[int], *, phase: int) -> Demand:
         """Begin a visit: lease what is resident, queue the rest in front of every prefetch.
@@ -146,8 +145,7 @@ class ExpertMemory:
                     )  # fmt: skip
                     self.scheduler.submit(asked, now)
             self.scheduler.cancel_stale(self.cache.now)
-            if len(demand.waiting) > 1:
-                self._change.notify_all()
+            self._work.notify(len(demand.waiting) if len(demand.waiting) > 1 else 0)
         return demand
 
     def _wait(self, demand: Demand, leave: int) -> float:
@@ -178,7 +176,9 @@ class ExpertMemory:
         """End the leases of a visit: the evaluation that used its slots has returned."""
         with self._change:
             self.cache.release(keys)
-            self._change.notify_all()
+            if self.scheduler.queued_bytes:  # for want of a slot, it may be
+                self._change.notify_all()
+                self._work.notify_all()
 
     def predict(
         self,
@@ -195,8 +195,7 @@ class ExpertMemory:
             tickets = prefetcher.tickets(candidates, now, due=due, passes_ahead=passes_ahead)
             for ticket in tickets:
                 self.scheduler.submit(ticket, now)
-            if tickets:
-                self._change.notify_all()
+            self._work.notify(len(tickets))
 
     def expect(self, layer: int, experts: Iterable[int], *, instead_of: Iterable[int] = ()) -> None:
         """Predictions name these experts for the layer's next turn: protect them from eviction until it is over.
@@ -238,10 +237,9 @@ class ExpertMemory:
         with self._change:
             self._closed = True
             self._change.notify_all()
+            self._work.notify_all()
         for thread in self._threads:
             thread.join()
-
-    # ------------------------------------------------------------------ readers
 
     def _serve(self) -> None:
         with self._change:
@@ -249,7 +247,7 @@ class ExpertMemory:
                 if (started := self._start(urgent=False)) is not None:
                     self._read(*started)
                 else:
-                    self._change.wait()
+                    self._work.wait()
 
     def _start(self, *, urgent: bool) -> tuple[Ticket, Grant | None] | None:
         """The next read and its slot (None: outside of the cache); None if there is no read, or no slot for it."""
@@ -292,6 +290,8 @@ class ExpertMemory:
             else:
                 self.prefetch_errors, self.prefetch_error = self.prefetch_errors + 1, error
         self._change.notify_all()
+        if self.scheduler.queued_bytes:  # for want of bytes in flight, it may be, or of this slot
+            self._work.notify()
         if error is not None and not isinstance(error, Exception):  # the reading thread was interrupted
             raise error
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from ...files import digest_file, read_json, write_bytes, write_json
 from ...params import known_names
 from .layout import PRECISIONS, aligned
 from .origin import Origin, give_back
-from .pack import CONFIG, MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor, is_copied
+from .pack import CONFIG, MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor, checksum, is_copied
 from .readers import open_reader
 from .shards import encode_header, host_bytes
 
@@ -175,7 +174,7 @@ def _layer(folder: Path, state: Path, number: int, origin: Origin, report: Calla
     checksums, end = [], layout.offsets[-1] + layout.tensors[-1].run_bytes
     with _sink(path) as write:
         for record in origin.records(number):
-            checksums.append(zlib.crc32(record[:end]))
+            checksums.append(checksum(record[:end]))
             write(record)
             report(record.size)
     packed = PackedLayer(
@@ -203,7 +202,7 @@ def _intact(path: Path, packed: PackedLayer) -> bool:
     try:
         for expert, expected in enumerate(packed.checksums):
             reader.fetch(0, expert * size, size, record)
-            if zlib.crc32(record[:end]) != expected:
+            if checksum(record[:end]) != expected:
                 return False
     finally:
         reader.close()

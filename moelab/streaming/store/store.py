@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
@@ -26,7 +25,7 @@ import numpy as np
 from ...errors import GeometryError, ParameterError, StoreError
 from .device import Throttle, VirtualDevice
 from .layout import ExpertLayout, address, aligned
-from .pack import MANIFEST, PackSource, half_written
+from .pack import MANIFEST, PackSource, checksum, half_written
 from .plan import Read, plan_reads
 from .readers import Bounce, open_reader
 
@@ -49,7 +48,7 @@ class Source(Protocol):
     def places(self, layer: int, expert: int) -> Sequence[tuple[int, int]]: ...
 
     def checksum(self, layer: int, expert: int) -> int | None:
-        """CRC-32 of the record, None where the source keeps none."""
+        """`pack.checksum` of the record, None where the source keeps none."""
 
 
 class ExpertStore:
@@ -227,11 +226,11 @@ class ExpertStore:
         return plan
 
     def _compare(self, layer: int, expert: int, read: Read, buffer: np.ndarray) -> None:
-        got, expected = zlib.crc32(buffer[: read.need]), self._source.checksum(layer, expert)
+        got, expected = checksum(buffer[: read.need]), self._source.checksum(layer, expert)
         if got != expected:
             raise StoreError(
                 "the bytes of an expert are not those that were packed", file=self._reader.paths[read.file],
-                field=f"layer {layer}, expert {expert}", got=f"{got:08x}", expected=f"{expected:08x}",
+                field=f"layer {layer}, expert {expert}", got=f"{got:016x}", expected=f"{expected:016x}",
                 fix="pack the model again",
             )  # fmt: skip
 
