@@ -164,7 +164,8 @@ class SparseDispatcher:
         weights = zero_weights(routes)
         output = torch.empty_like(rows.hidden)
         expert_outputs, position = run_experts(rows, routes, experts)
-        slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), weights.flatten(0, 1)
+        # A copy: autograd refuses a second write through a view of what was given no gradient.
+        slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), weights.flatten(0, 1).clone()
         for arity, every in enumerate(rows_by_arity(routes)):
             if not len(every):
                 continue

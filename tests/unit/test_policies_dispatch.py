@@ -120,6 +120,16 @@ def test_outputs_may_be_combined_a_few_tokens_at_a_time(monkeypatch, at_once, co
     assert torch.equal(parts.output, whole.output) and torch.equal(parts.mixture_weights, whole.mixture_weights)
 
 
+def test_gradients_reach_the_scores_of_every_arity():
+    scores = (torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0)) - 0.5).requires_grad_()
+    hidden = torch.randn(2, 7, 2, generator=torch.Generator().manual_seed(1))
+    result = run(SparseDispatcher(DynamicKSelection(3)), hidden=hidden, scores=scores)
+    result.output.sum().backward()
+    arity = result.capacity.route_arity
+    assert arity.unique().tolist() == [0, 1, 2, 3]
+    assert (scores.grad[arity >= 2] != 0).any(-1).all() and not scores.grad[arity < 2].any()
+
+
 def test_ragged_packages_are_dispatched():
     dispatcher = SparseDispatcher(HierarchicalSelection((2, 1), AdaptiveTop1Top2Selection(), "given"))
     packages = torch.tensor([[[1.0, 2.0], [1.0, -1.0]], [[1.0, 1.0], [0.0, 0.0]]])
