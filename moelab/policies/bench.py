@@ -109,6 +109,8 @@ def time_arms(arms: dict[str, Callable[[], object]], *, rounds: int, **enough: i
 
     enough: by arm that lasts long, as many rounds as are enough for it, the first ones, without one before.
     """
+    if unknown := enough.keys() - arms.keys():
+        raise TypeError(f"no such arms: {sorted(unknown)}")
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(rounds + 1):
         for name in arms if turn % 2 else reversed(arms):
@@ -137,8 +139,7 @@ def time_dispatch(
     One score in four is negative, one specialist in eight is unavailable. With `grouped` come `route` and `share`.
     `enough` as in `time_arms`.
     """
-    generator = torch.Generator().manual_seed(seed)
-    dispatcher = dispatcher or SparseDispatcher()
+    generator, dispatcher = torch.Generator().manual_seed(seed), dispatcher or SparseDispatcher()
     batches = ONE_TOKEN_BATCHES if tokens == 1 else 1
     states = torch.randn(batches, tokens, bank.hidden, generator=generator)
     scores = torch.rand(batches, tokens, len(bank.ids), generator=generator) - 0.25
@@ -221,9 +222,10 @@ def measure(
             policies = dispatchers(number) if each_policy is None or many in each_policy else {}
             plans = [(name, d, ("grouped",), each) for name, d in policies.items()]
             for policy, dispatcher, timed, turns in [*plans, (ALL_ARMS, None, arms, beside)]:
-                found = time_dispatch(bank, tokens=many, rounds=turns, arms=timed, dispatcher=dispatcher, **enough)
+                few = {arm: times for arm, times in enough.items() if arm in timed}
+                found = time_dispatch(bank, tokens=many, rounds=turns, arms=timed, dispatcher=dispatcher, **few)
                 cell = {"experts": number, "tokens": many, "policy": policy}
-                yield from (cell | {"arm": arm, **asdict(timing)} for arm, timing in found.items())
+                yield from (cell | {"arm": arm} | asdict(timing) for arm, timing in found.items())
 
 
 def judged(rows: Sequence[dict], *, hidden: int) -> list[dict]:

@@ -161,11 +161,10 @@ class SparseDispatcher:
         self, routes: Decision, rows: Rows, anchor_mlp: Mlp, experts: Sequence[Mlp], dense: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """`[R, H]` output and `[B, T, S]` weights; dense: `[R, H]` of an anchor that has answered every token."""
-        weights = zero_weights(routes)
         output = torch.empty_like(rows.hidden)
         expert_outputs, position = run_experts(rows, routes, experts)
         # A copy: autograd refuses a second write through a view of what was given no gradient.
-        slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), weights.flatten(0, 1).clone()
+        slot_scores, slot_weights = routes.slot_scores.flatten(0, 1), zero_weights(routes).flatten(0, 1).clone()
         for arity, every in enumerate(rows_by_arity(routes)):
             if not len(every):
                 continue
@@ -185,7 +184,7 @@ class SparseDispatcher:
                 )
                 output[some] = mixture.output
                 slot_weights[some, :arity] = mixture.weights
-        return output, slot_weights.view_as(weights)
+        return output, slot_weights.view_as(routes.slot_scores)
 
     def _run_one(
         self, routes: Decision, rows: Rows, experts: Sequence[Mlp], dense: Tensor | None

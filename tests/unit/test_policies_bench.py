@@ -23,6 +23,11 @@ def test_long_arms_take_fewer_turns_and_none_before():
     assert (timings["grouped"].n, timings["loop"].n) == (3, 2)
 
 
+def test_an_arm_that_there_is_not_is_refused():
+    with pytest.raises(TypeError, match="ruonds"):
+        time_dispatch(Bank(4, hidden=4, intermediate=8), tokens=1, ruonds=3)
+
+
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_every_arm_runs(tokens):
     timings = time_dispatch(Bank(4, hidden=4, intermediate=8), tokens=tokens, rounds=2)
