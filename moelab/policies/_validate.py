@@ -131,7 +131,7 @@ def best_of(row: Row) -> tuple[int, float]:
 def some_of(row: Row, where: slice | list[int]) -> Row:
     """A copy of some of the numbers."""
     if not isinstance(row, list):
-        return row[where].copy()
+        return row[where].copy() if isinstance(where, slice) else row[where]
     return row[where] if isinstance(where, slice) else [row[i] for i in where]
 
 

@@ -13,6 +13,7 @@ from moelab.lab.peers.worker import Answer
 
 SHAPE = Shape(layers=2, experts=8, top_k=2, hidden=64, expert_width=32, heads=4, kv_heads=2, head_dim=16)
 ROUTED = SHAPE.routed_bytes
+EXPERTS = SHAPE.layers * SHAPE.experts * SHAPE.expert_bytes
 TOKENS, ROUNDS = 20, 5
 ARMS = {"reference": ("reference", 0.01, 0), "ours": ("ours", 0.1, ROUTED), "other": ("rival", 0.3, 4 * ROUTED)}
 
@@ -105,11 +106,29 @@ def test_options_that_change_between_rounds_are_refused():
         ("other tokens than the reference", {"tokens": [9] * (TOKENS + 1)}),
         ("read amplification 1.030", {"device": [10**6 + step * int(1.03 * ROUTED) for step in range(TOKENS + 1)]}),
         ("other 0.300", {"seconds": [step * 0.31 for step in range(TOKENS + 1)]}),
+        ("200,007,001 bytes resident, 200,007,000 allowed", {"peak_rss": 200_007_001, "report": {"slots_given": 7000}}),
     ],
 )
 def test_what_is_not_met_fails(what, changes):
-    outcome = verdict(runs(ours=changes))
+    outcome = verdict(runs(ours=changes), model=EXPERTS, cap=0)
     assert outcome.status == "fail" and what in outcome.reasons[0]
+
+
+def test_memory_is_parameters_slots_and_a_fixed_rest():
+    given = runs(ours={"peak_rss": 200_000_300, "report": {"slots_given": 200}}, other={"peak_rss": 10**12})
+    outcome = verdict(given, model=EXPERTS + 100, cap=0)
+    assert (outcome.status, [row.rss_allowed for row in outcome.rows]) == ("pass", [None, 200_000_300, None])
+
+
+def test_every_arm_of_ours_is_held_to_the_rivals():
+    """The second one too: no cache at all is not excused by another arm that has one."""
+    slow = [
+        msgspec.structs.replace(run, arm="bare", answer=answer("bare", 0.35, ROUTED, run.round, {}))
+        for run in runs()
+        if run.arm == "ours"
+    ]
+    outcome = verdict(runs() + slow)
+    assert (outcome.status, outcome.reasons) == ("fail", ["bare: 0.350 s a token, other 0.300"])
 
 
 def test_a_rival_that_failed_is_named_and_shown():

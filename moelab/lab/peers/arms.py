@@ -185,9 +185,10 @@ def engine(request: Request) -> Running:
     With a profile, every layer's last route is staged at the boundary of two steps, which waits until it is there:
     what the source of the profiles does when it has no predictor.
     """
-    from ...models import activate
+    from ...models import activate, without_torch
 
     blas = activate("auto", request.threads)
+    without_torch()  # as a process with a memory budget should: it runs a model and trains none
     from ...streaming import EngineOptions, StreamingEngine
     from ...streaming.layer.options import profile
 
@@ -213,6 +214,7 @@ def engine(request: Request) -> Running:
             "decode_hits": decoded.warm_hits + decoded.cold_hits,
             "decode_misses": decoded.warm_misses + decoded.cold_misses,
             "slot_bytes": cache.high_water_bytes,
+            "slots_given": sum(slab.host.nbytes for slab in streamed.memory.slabs),
         }
 
     tokens = (token for token, _ in streamed.stream_tokens(request.prompt, max_tokens=request.tokens))

@@ -3,12 +3,14 @@
 Refused, because nothing could be concluded whatever the figures say: no enforced cap, a model that fits into it, no
 device counter, a run that did not begin cold, two arms that are one arm, an arm that changed between rounds, too
 few rounds or tokens, an arm of ours that did not run, or a rival that gave other tokens (it did not compute the same).
-Failed: other tokens of ours, more bytes than the limit, or slower than a rival. Rivals that did not run are named;
-they neither pass nor fail anything.
+Failed: of an arm of ours other tokens, more bytes read or more memory than the limit, or slower than a rival. Rivals
+that did not run are named; they neither pass nor fail anything.
 
     read amplification = device bytes in decode / bytes of the experts that the decoded tokens were routed to
 
 A token is routed to K experts in each of L layers whatever a runtime caches, so a cache shows as a figure below 1.
+
+    allowed memory = parameters that are no experts + slots + BESIDE
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from .generated import Shape
 
 SMALLEST_ROUNDS, SMALLEST_TOKENS = 5, 20
 AMPLIFICATION_LIMIT = 1.02
+BESIDE = 200_000_000
+"""Bytes that a process of ours may take beside its parameters and slots: the interpreter, libraries, activations."""
 COLD_SHARE = 0.01
 """Pages of weight files that may be in memory before a run: the header that a directory scan or a digest leaves."""
 
@@ -50,6 +54,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     device_per_read: float | None = None
     """Bytes from the device over the bytes that the arm says it read: above 1 the system read more than was asked."""
     peak_rss: int | None = None
+    rss_allowed: int | None = None
+    """Bytes that `peak_rss` may be; None where nothing is asked."""
     group_peak: int | None = None
     error: str = ""
 
@@ -60,17 +66,20 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rows: list[Row]
 
 
-def rows(runs: Sequence[Run], shape: Shape) -> list[Row]:
+def rows(runs: Sequence[Run], shape: Shape, model_bytes: int) -> list[Row]:
     """One row an arm, in the order in which arms first ran."""
+    other = model_bytes - shape.layers * shape.experts * shape.expert_bytes
     expected = {run.round: run.answer.tokens for run in runs if run.role == REFERENCE and run.answer}
     first = next((run.arm for run in runs if run.role == OURS), None)
     ours = {run.round: run.answer.seconds_per_token for run in runs if run.arm == first and run.answer}
-    return [_row(arm, mine, expected, {} if arm == first else ours, shape) for arm, mine in _by_arm(runs).items()]
+    return [
+        _row(arm, mine, expected, {} if arm == first else ours, shape, other) for arm, mine in _by_arm(runs).items()
+    ]
 
 
 def judge(runs: Sequence[Run], *, shape: Shape, model_bytes: int, cap_bytes: int, refusal: Refusal | None) -> Outcome:
     """The verdict on these runs of a model of `model_bytes`."""
-    table = rows(runs, shape)
+    table = rows(runs, shape, model_bytes)
     lacking = _lacking(runs, table, shape, model_bytes, cap_bytes, refusal)
     if lacking:
         return Outcome(status=REFUSED, reasons=lacking, rows=table)
@@ -86,7 +95,9 @@ def _by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return dict(found)
 
 
-def _row(arm: str, runs: list[Run], expected: dict[int, list[int]], ours: dict[int, float], shape: Shape) -> Row:
+def _row(
+    arm: str, runs: list[Run], expected: dict[int, list[int]], ours: dict[int, float], shape: Shape, other_bytes: int
+) -> Row:
     done = [run for run in runs if run.answer]
     error = next((run.error for run in runs if run.error), "")
     row = {"arm": arm, "role": runs[0].role, "rounds": len(done), "error": error}
@@ -97,6 +108,7 @@ def _row(arm: str, runs: list[Run], expected: dict[int, list[int]], ours: dict[i
     asked = [run.answer.decode_bytes / run.answer.read_bytes for run in done if run.answer.decode_bytes and _said(run)]
     comparable = [run for run in done if run.round in expected]
     ratios = [run.answer.seconds_per_token / ours[run.round] for run in done if run.round in ours]
+    slots = max(run.answer.report.get("slots_given", 0) for run in done)
     return Row(
         **row,
         equal_tokens=all(run.answer.tokens == expected[run.round] for run in comparable) if comparable else None,
@@ -108,6 +120,7 @@ def _row(arm: str, runs: list[Run], expected: dict[int, list[int]], ours: dict[i
         amplification=statistics.median(read) / shape.routed_bytes if read else None,
         device_per_read=statistics.median(asked) if asked else None,
         peak_rss=max((run.answer.peak_rss or 0 for run in done), default=0) or None,
+        rss_allowed=other_bytes + slots + BESIDE if runs[0].role == OURS else None,
         group_peak=max((run.group_peak or 0 for run in runs), default=0) or None,
     )
 
@@ -178,13 +191,16 @@ def _warm(done: list[Run], shape: Shape) -> list[str]:
 
 
 def _wrong(table: list[Row]) -> list[str]:
-    """What ours do not meet (all of them the bytes, the first one the speed), and tokens that no arm may change."""
+    """What any of ours does not meet, and tokens that no arm may change."""
     found = [f"{row.arm}: other tokens than the reference" for row in table if row.equal_tokens is False]
     for row in table:
         if row.role == OURS and row.amplification > AMPLIFICATION_LIMIT:
             found.append(f"{row.arm}: read amplification {row.amplification:.3f}, {AMPLIFICATION_LIMIT} allowed")
-    ours = next(row for row in table if row.role == OURS)
-    for row in table:
-        if row.role == RIVAL and row.rounds and row.seconds_per_token <= ours.seconds_per_token:
-            found.append(f"{ours.arm}: {ours.seconds_per_token:.3f} s a token, {row.arm} {row.seconds_per_token:.3f}")
+        if row.role == OURS and row.peak_rss is not None and row.peak_rss > row.rss_allowed:
+            found.append(f"{row.arm}: {row.peak_rss:,} bytes resident, {row.rss_allowed:,} allowed")
+    for ours in (row for row in table if row.role == OURS):
+        for row in table:
+            if row.role == RIVAL and row.rounds and row.seconds_per_token <= ours.seconds_per_token:
+                seconds = f"{ours.seconds_per_token:.3f} s a token, {row.arm} {row.seconds_per_token:.3f}"
+                found.append(f"{ours.arm}: {seconds}")
     return found

@@ -163,7 +163,7 @@ def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: g
         Arm(name="engine, pack, no reuse", kind="engine", weights=pack, role=OURS, settings=layer),
         Arm(name="engine, pack, mmap", kind="engine", weights=pack, role=RIVAL, settings={**cycle, "reader": "mmap"}),
         Arm(name="engine, in place", kind="engine", weights=checkpoint.path, role=VARIANT, settings=cycle),
-        Arm(name="engine, pack, cache", kind="engine", weights=pack, role=VARIANT, settings=cached),
+        Arm(name="engine, pack, cache", kind="engine", weights=pack, role=OURS, settings=cached),
         Arm(
             name="engine, edge0's settings",
             kind="engine",

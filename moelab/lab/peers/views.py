@@ -20,6 +20,7 @@ def peer_rows(rows: Sequence[Row]) -> pd.DataFrame:
 def _shown(row: Row) -> dict:
     scaled = {
         "peak RSS, MB": row.peak_rss,
+        "allowed, MB": row.rss_allowed,
         "charged to its group, MB": row.group_peak,
         "device MB a token": row.bytes_per_token,
     }

@@ -57,7 +57,7 @@ class Forward:
         self._then: list[Callable[[], None]] = []
         self._tallies: list[tuple[mx.array, Callable[[np.ndarray], None]]] = []
         self._leased: list[int] = []
-        self._ids = np.zeros(0, np.uint32)
+        self._ids, self._x = np.zeros(0, np.uint32), mx.zeros(0)  # of the last arrival
 
     def begin(self, phase: int) -> None:
         """Open a pass. Raises ContractError on an unknown phase, or while another pass is open."""
