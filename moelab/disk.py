@@ -26,10 +26,9 @@ import numpy as np
 
 from .disk_profile import DEPTHS, SIZES, DiskCell, DiskProfile
 from .errors import ContractError, RecordError
+from .pages import HUGE, PAGE, aligned
 
 __all__ = ["device_bytes", "measure"]
-
-_ALIGN = 4096
 
 
 def measure(
@@ -57,12 +56,12 @@ def measure(
         ContractError: sizes that are no multiple of 4096, a file too small, or non-positive counts.
     """
     sizes, depths = tuple(sorted(sizes)), tuple(sorted(depths))
-    if any(s % _ALIGN or s <= 0 for s in sizes) or min(depths) < 1 or repeats < 1 or seconds <= 0:
+    if any(s % PAGE or s <= 0 for s in sizes) or min(depths) < 1 or repeats < 1 or seconds <= 0:
         raise ContractError(
             "this cannot be measured",
             field="sizes, depths, repeats, seconds",
             got=(sizes, depths, repeats, seconds),
-            expected=f"multiples of {_ALIGN}, and positive counts",
+            expected=f"multiples of {PAGE}, and positive counts",
         )
     if file_bytes < 4 * sizes[-1]:
         raise ContractError("the file is too small", field="file_bytes", got=file_bytes, expected=f">= {4 * sizes[-1]}")
@@ -87,7 +86,7 @@ def _open_uncached(path: str) -> tuple[int, str]:
         except OSError:  # some file systems (tmpfs, overlays) refuse it; the profile then says "buffered"
             pass
         else:
-            with mmap.mmap(-1, _ALIGN) as page:
+            with mmap.mmap(-1, PAGE) as page:
                 try:
                     os.preadv(fd, [page], 0)
                 except OSError:
@@ -138,21 +137,22 @@ def _measure_open(fd, method, sizes, depths, file_bytes, seconds, repeats, rng) 
 
 def _read_cell(pool, fd, size, depth, file_bytes, seconds, rng) -> tuple[list[float], float]:
     """Times of reads at random places by `depth` threads for `seconds`, at least one each, and the wall time."""
-    places = rng.integers(0, (file_bytes - size) // _ALIGN + 1, 4096) * _ALIGN
+    places = rng.integers(0, (file_bytes - size) // PAGE + 1, 4096) * PAGE
     start = threading.Barrier(depth + 1)
     deadline = [0.0]
 
     def reader(first):
         took = []
-        with mmap.mmap(-1, size) as buffer:  # anonymous memory is page-aligned, as O_DIRECT demands
-            start.wait()
-            for place in places[first::depth].tolist():
-                began = time.perf_counter()
-                _read_fully(fd, buffer, place)
-                ended = time.perf_counter()
-                took.append(ended - began)
-                if ended > deadline[0]:
-                    break
+        buffer = aligned(max(size, HUGE))[:size]  # in a huge page, as the slots of a cache are
+        buffer[::PAGE] = 0
+        start.wait()
+        for place in places[first::depth].tolist():
+            began = time.perf_counter()
+            _read_fully(fd, buffer, place)
+            ended = time.perf_counter()
+            took.append(ended - began)
+            if ended > deadline[0]:
+                break
         return took
 
     readers = [pool.submit(reader, i) for i in range(depth)]
@@ -163,7 +163,7 @@ def _read_cell(pool, fd, size, depth, file_bytes, seconds, rng) -> tuple[list[fl
     return took, time.perf_counter() - began
 
 
-def _read_fully(fd: int, buffer: mmap.mmap, place: int) -> None:
+def _read_fully(fd: int, buffer: np.ndarray, place: int) -> None:
     """A read may be short: go on to the end of the buffer, or say that the file ended."""
     view, done = memoryview(buffer), 0
     try:

@@ -36,7 +36,7 @@ from .residency import Visits, replay
 from .systems import SYSTEMS, System
 
 RESULT = "ceiling.json"
-FIGURES_VERSION = 3
+FIGURES_VERSION = 4
 """Raise when `_study` writes other figures, so that older artefacts are not taken for these."""
 
 MACHINE = "this machine"

@@ -44,7 +44,7 @@ from ..streaming.simulation.simulator import simulate
 from ..streaming.store.device import VirtualDevice
 
 RESULT = "simulation.json"
-FIGURES_VERSION = 2
+FIGURES_VERSION = 3
 """Raise when `study` writes other figures, so that older artefacts are not taken for these."""
 
 

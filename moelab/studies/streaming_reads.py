@@ -29,9 +29,10 @@ from ..errors import StoreError
 from ..flywheel.estimates import clustered_mean, paired_difference
 from ..flywheel.foresight import Opt
 from ..flywheel.residency import Visits, replay
+from ..pages import HUGE, PAGE, aligned
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming import Cache, ExpertStore, Passes, open_store, policy
-from ..streaming.store.layout import PAGE, ExpertLayout, TensorSpec, aligned
+from ..streaming.store.layout import ExpertLayout, TensorSpec
 from ..streaming.store.plan import plan_reads
 from ..streaming.store.store import Source
 
@@ -141,7 +142,8 @@ def _seconds(read: Callable, keys: list[tuple[int, int]], depth: int, size: Call
     ready = threading.Barrier(depth + 1)
 
     def work(part: list[tuple[int, int]]) -> None:
-        buffers = {nbytes: aligned(nbytes) for nbytes in {size(layer) for layer, _ in part}}
+        # As a slab has them: a slot of it is part of a huge page, however small the slot.
+        buffers = {nbytes: aligned(max(nbytes, HUGE))[:nbytes] for nbytes in {size(layer) for layer, _ in part}}
         for buffer in buffers.values():
             buffer[::PAGE] = 0
         ready.wait()

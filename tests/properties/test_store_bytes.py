@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.streaming.store.layout import ALIGN, DTYPES, PAGE, ExpertLayout, TensorSpec, aligned
+from moelab.pages import PAGE, aligned
+from moelab.streaming.store.layout import ALIGN, DTYPES, ExpertLayout, TensorSpec
 from moelab.streaming.store.plan import plan_reads
 from moelab.streaming.store.store import ExpertStore
 

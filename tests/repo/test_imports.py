@@ -7,8 +7,8 @@ import pytest
 from repository import PACKAGE, imports, modules, room
 
 BASE = {
-    "artifacts", "commands", "disk", "disk_profile", "errors", "files", "lazy", "params", "quiet", "routes", "threads",
-    "traces",
+    "artifacts", "commands", "disk", "disk_profile", "errors", "files", "lazy", "pages", "params", "quiet", "routes",
+    "threads", "traces",
 }  # fmt: skip
 MAY_IMPORT = {
     **dict.fromkeys(BASE, BASE),

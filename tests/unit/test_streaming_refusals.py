@@ -17,11 +17,11 @@ from moelab.errors import (
     UnsupportedModelError,
 )
 from moelab.models import tiny
+from moelab.pages import aligned
 from moelab.prerouter import install_prerouter
 from moelab.routes import DECODED
 from moelab.streaming import EngineOptions, LayerOptions, StreamedModel, StreamingEngine, profile, write_pack
 from moelab.streaming.memory.fill import Fill
-from moelab.streaming.store.layout import aligned
 
 ROOM = EngineOptions(cache_bytes=4 << 20)
 

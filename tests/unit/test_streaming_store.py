@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from moelab.errors import GeometryError, MissingArtifactError, ParameterError, StoreError
+from moelab.pages import aligned
 from moelab.streaming import VirtualDevice
-from moelab.streaming.store.layout import DTYPES, ExpertLayout, TensorSpec, aligned, convert, run_dtype
+from moelab.streaming.store.layout import DTYPES, ExpertLayout, TensorSpec, convert, run_dtype
 from moelab.streaming.store.plan import plan_reads
 from moelab.streaming.store.readers import open_reader
 from moelab.streaming.store.store import ExpertStore

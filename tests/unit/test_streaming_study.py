@@ -89,7 +89,7 @@ def test_the_probe_reads_what_the_store_reads(loaded, tmp_path):
     source = PackSource(tmp_path / "pack", "float32")
     probe = streaming_reads.RawProbe(source)
     with open_store(tmp_path / "pack") as store:
-        from moelab.streaming.store.layout import aligned
+        from moelab.pages import aligned
 
         size = store.layouts[1].slot_bytes
         ours, theirs = aligned(size), aligned(size)

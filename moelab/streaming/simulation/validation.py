@@ -20,13 +20,13 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import ContractError
+from ...pages import aligned
 from ...routes import DECODED, PREFILLED
 from ..cache.cache import Cache
 from ..cache.eviction import policy
 from ..schedule.passes import Passes
 from ..schedule.schedule import Scheduler
 from ..store.device import VirtualDevice
-from ..store.layout import aligned
 from .simulation import Simulation
 from .simulator import simulate
 

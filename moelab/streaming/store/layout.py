@@ -18,10 +18,11 @@ from functools import cached_property
 import numpy as np
 
 from ...errors import GeometryError, ParameterError, UnsupportedModelError
+from ...pages import PAGE
 
-__all__ = ["ExpertLayout", "TensorSpec", "address", "aligned", "convert", "run_dtype"]
+__all__ = ["ExpertLayout", "TensorSpec", "convert", "run_dtype"]
 
-ALIGN, PAGE = 64, 4096
+ALIGN = 64
 DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
@@ -144,18 +145,6 @@ def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
         starts.append(at)
         at = _up(at + size, ALIGN)
     return tuple(starts)
-
-
-def address(array: np.ndarray) -> int:
-    """Where its bytes begin in memory."""
-    return array.__array_interface__["data"][0]
-
-
-def aligned(nbytes: int) -> np.ndarray:
-    """`u8[nbytes]` of ordinary memory that begins at a page, as direct reads demand."""
-    base = np.empty(nbytes + PAGE, np.uint8)
-    first = -base.__array_interface__["data"][0] % PAGE
-    return base[first : first + nbytes]
 
 
 def convert(source: np.ndarray, stored: str, target: np.ndarray, run: str) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ParameterError, UnsupportedModelError
+from ...pages import aligned
 from .checkpoint import CheckpointSource, ExpertParameters, expert_parameters_of, model_digest
-from .layout import ExpertLayout, aligned, convert, run_dtype
+from .layout import ExpertLayout, convert, run_dtype
 from .pack import MANIFEST, Quantisation
 from .shards import NAMES, dtype_name, host_bytes, read_header
 from .store import ExpertStore

@@ -26,8 +26,9 @@ from filelock import FileLock, Timeout
 from ... import __version__
 from ...errors import ArtifactError, ParameterError, StoreError
 from ...files import digest_file, read_json, write_bytes, write_json
+from ...pages import aligned
 from ...params import known_names
-from .layout import PRECISIONS, aligned
+from .layout import PRECISIONS
 from .origin import Origin, give_back
 from .pack import CONFIG, MANIFEST, VERSION, WEIGHTS, Pack, PackedLayer, PackedTensor, checksum, is_copied
 from .readers import open_reader

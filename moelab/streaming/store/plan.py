@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .layout import PAGE, ExpertLayout, convert
+from ...pages import PAGE
+from .layout import ExpertLayout, convert
 
 __all__ = ["Read", "plan_reads"]
 

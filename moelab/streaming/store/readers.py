@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import MissingArtifactError, ParameterError, StoreError
+from ...pages import HUGE, PAGE, aligned
 
 __all__ = ["READERS", "Mapped", "Pread", "open_reader"]
 
 READERS = ("auto", "o_direct", "buffered", "mmap")
-PAGE = 4096
 
 
 def open_reader(kind: str, paths: Sequence[str | Path]) -> Pread | Mapped:
@@ -199,7 +199,5 @@ class Bounce(threading.local):
     def take(self, nbytes: int) -> np.ndarray:
         """`u8[nbytes]`, valid until this thread asks again."""
         if len(self._buffer) < nbytes:
-            # Private, so that a forked child never shares it with its parent.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._buffer = np.frombuffer(mmap.mmap(-1, -(-nbytes // PAGE) * PAGE, flags=flags), np.uint8)
+            self._buffer = aligned(max(nbytes, HUGE))
         return self._buffer[:nbytes]

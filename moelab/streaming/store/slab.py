@@ -20,9 +20,9 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import GeometryError, UnsupportedModelError
-from .layout import ExpertLayout, TensorSpec, address
+from ...pages import PAGE, address, renew
+from .layout import ExpertLayout, TensorSpec
 
-PAGE = 4096
 TYPES = {
     "F32": mx.float32,
     "F16": mx.float16,
@@ -58,8 +58,11 @@ class Slab:
         base = mx.zeros((slots + 1, layout.slot_bytes // 4), mx.uint32)
         mx.eval(base)
         flat = np.array(base, copy=False).reshape(-1).view(np.uint8)
+        if mx.default_device() == mx.Device(mx.cpu):  # else it may be memory that a device shares
+            renew(flat)
         first = -address(flat) % PAGE
         self.host = flat[first : first + slots * layout.slot_bytes].reshape(slots, layout.slot_bytes)
+        self.host[:, ::PAGE] = 0  # touched now, so that memory that is not there is missed now
         self.arrays = {
             tensor.name: self._array(base, tensor, first + offset)
             for tensor, offset in zip(layout.tensors, layout.offsets, strict=True)

@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import GeometryError, ParameterError, StoreError
+from ...pages import address, aligned
 from .device import Throttle, VirtualDevice
-from .layout import ExpertLayout, address, aligned
+from .layout import ExpertLayout
 from .pack import MANIFEST, PackSource, checksum, half_written
 from .plan import Read, plan_reads
 from .readers import Bounce, open_reader

@@ -1,0 +1,67 @@
+"""Memory for direct reads: where it begins, that it asks for huge pages, and that nothing beside it is touched."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moelab.pages import HUGE, PAGE, address, aligned, renew
+
+LINUX = sys.platform == "linux"
+
+
+def advised(array):
+    """Whether all of the array's whole pages lie in mappings that ask for huge pages."""
+    first, last = address(array) + -address(array) % PAGE, (address(array) + array.nbytes) // PAGE * PAGE
+    start = end = 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            start, end = (int(edge, 16) for edge in head.split("-"))
+        elif head == "VmFlags:" and start < last and first < end and "hg" not in line.split():
+            return False
+    return True
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, HUGE - 1, HUGE, 3 * HUGE + 5])
+def test_memory_begins_at_a_page(nbytes):
+    memory = aligned(nbytes)
+    assert (memory.shape, memory.dtype, address(memory) % PAGE) == ((nbytes,), np.uint8, 0)
+    memory[:] = 7
+    assert memory.sum(dtype=int) == 7 * nbytes
+
+
+def test_much_memory_is_in_huge_pages():
+    memory = aligned(3 * HUGE)
+    assert address(memory) % HUGE == 0
+    assert not LINUX or advised(memory)
+
+
+@pytest.mark.parametrize("before", [0, 1, PAGE, PAGE + 64])
+def test_renewed_memory_is_zero_and_its_neighbours_are_as_they_were(before):
+    base = np.full(4 * HUGE, 9, np.uint8)
+    block = base[before : before + 2 * HUGE + 100]
+    block[:] = 0
+    assert renew(block) == LINUX
+    assert not block.any() and (base[:before] == 9).all() and (base[before + len(block) :] == 9).all()
+    assert not LINUX or advised(block)
+    block[::PAGE] = 1
+    assert block.sum() == len(range(0, len(block), PAGE))
+
+
+def test_what_is_smaller_than_a_huge_page_stays_as_it_is():
+    assert not renew(np.zeros(HUGE - 1, np.uint8))
+
+
+def test_slots_are_in_huge_pages_and_the_kernels_see_what_the_disk_wrote():
+    import mlx.core as mx
+
+    from moelab.streaming.store.layout import ExpertLayout, TensorSpec
+    from moelab.streaming.store.slab import Slab
+
+    slab = Slab(ExpertLayout((TensorSpec("weight", (1000, 300), "F32", "F32"),)), slots=4)
+    assert not LINUX or advised(slab.host.reshape(-1))
+    assert not slab.arrays["weight"].any()
+    slab.host[2].view(np.float32)[:300_000] = np.arange(300_000)
+    assert mx.array_equal(slab.arrays["weight"][2].reshape(-1), mx.arange(300_000, dtype=mx.float32))
