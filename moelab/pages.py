@@ -13,15 +13,17 @@ import ctypes
 import mmap
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
-__all__ = ["HUGE", "PAGE", "address", "aligned", "renew"]
+from .errors import ContractError
+
+__all__ = ["HUGE", "PAGE", "address", "aligned", "huge_bytes", "renew", "setting"]
 
 PAGE = 4096
 HUGE = 2 << 20
-ADVICE = (14, 4)
-"""Linux's MADV_HUGEPAGE and MADV_DONTNEED."""
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def address(array: np.ndarray) -> int:
@@ -48,18 +50,38 @@ def aligned(nbytes: int) -> np.ndarray:
 
 
 def renew(zeros: np.ndarray) -> bool:
-    """Put memory of zeros into huge pages, if it is not in them. Whether the system was asked to.
+    """Ask for memory of zeros to be put into huge pages. Whether the system takes the advice.
 
     For memory that someone else allocated and cleared. Its pages are given back, and come again at the next touch: as
     zeros, and huge where they can be. Hence only for a private allocation of this process that holds nothing yet.
 
     Args:
         zeros: `u8[n]`, contiguous, all zero.
+
+    Raises:
+        ContractError: it is not contiguous; what lies between would be lost.
     """
+    if not zeros.flags.c_contiguous:
+        raise ContractError("memory in pieces", field="zeros", got=zeros.strides, expected="contiguous bytes")
     first = address(zeros) + -address(zeros) % PAGE
     size = (address(zeros) + zeros.nbytes - first) // PAGE * PAGE
     if sys.platform != "linux" or size < HUGE:
         return False
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return all(advise(first, size, advice) == 0 for advice in ADVICE)
+    return all(advise(first, size, advice) == 0 for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTNEED))
+
+
+def setting() -> str | None:
+    """Linux's setting: huge pages `always`, at `madvise` (as asked for here) or `never`; None where it has none."""
+    with suppress(OSError):
+        return SETTING.read_text().split("[")[-1].split("]")[0]
+    return None
+
+
+def huge_bytes() -> int | None:
+    """Bytes of this process that lie in huge pages; None where the system does not say."""
+    with suppress(OSError):
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages:"))
+    return None

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moelab.pages import HUGE, PAGE, address, aligned, renew
+from moelab.errors import ContractError
+from moelab.pages import HUGE, PAGE, address, aligned, huge_bytes, renew, setting
 
 LINUX = sys.platform == "linux"
 
@@ -52,6 +53,21 @@ def test_renewed_memory_is_zero_and_its_neighbours_are_as_they_were(before):
 
 def test_what_is_smaller_than_a_huge_page_stays_as_it_is():
     assert not renew(np.zeros(HUGE - 1, np.uint8))
+
+
+def test_memory_in_pieces_is_refused():
+    with pytest.raises(ContractError, match="contiguous bytes"):
+        renew(np.zeros(4 * HUGE, np.uint8)[::2])
+
+
+def test_what_is_touched_is_counted_where_the_system_gives_huge_pages():
+    before, memory = huge_bytes(), aligned(8 * HUGE)
+    memory[::PAGE] = 1
+    after = huge_bytes()
+    if setting() in ("always", "madvise"):
+        assert after - before >= 4 * HUGE  # all of it but for a machine short of whole ones
+    else:
+        assert setting() in ("never", None) and not after
 
 
 def test_slots_are_in_huge_pages_and_the_kernels_see_what_the_disk_wrote():

@@ -75,6 +75,7 @@ def test_the_device_is_held_against_what_an_arm_says_it_read():
         ("no enforced memory cap: none", lambda: verdict(runs(), refusal=Refusal("none"))),
         ("fits into the cap", lambda: verdict(runs(), model=1000)),
         ("no arm of ours ran", lambda: verdict([run for run in runs() if run.role != "ours"])),
+        ("does not count resident memory", lambda: verdict(runs(ours={"peak_rss": None}))),
         ("no reference run", lambda: verdict([run for run in runs() if run.role != "reference"])),
         ("4 of 5 rounds needed", lambda: verdict([run for run in runs() if run.round])),
         ("fewer than 20 decoded", lambda: verdict(runs(other={"tokens": [0] * 20, "seconds": [0.0] * 20}))),

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from ...pages import huge_bytes
 from ...routes import DECODED
 
 
@@ -194,13 +195,15 @@ def engine(request: Request) -> Running:
 
     settings = dict(request.settings)
     layer = profile(**settings.pop("layer")) if "layer" in settings else None
-    # No rival compares checksums.
-    streamed = StreamingEngine.load(request.weights, EngineOptions(**settings, layer=layer, check_reads=False))
+    # No rival compares checksums; an arm that does says so.
+    options = EngineOptions(**{"check_reads": False} | settings, layer=layer)
+    streamed = StreamingEngine.load(request.weights, options)
     cache, store = streamed.cache, streamed.store
-    options = {
+    effective = {
         "runtime": "moelab",
         **_versions("mlx", "mlx-lm"),
         "blas": blas,
+        "check_reads": streamed.options.check_reads,
         **{key: store.identity[key] for key in ("source", "reader", "throttle", "precision")},
         "policy": streamed.options.policy,
         "slots": [int(slots) for slots in cache.pool_slots],
@@ -215,12 +218,13 @@ def engine(request: Request) -> Running:
             "decode_misses": decoded.warm_misses + decoded.cold_misses,
             "slot_bytes": cache.high_water_bytes,
             "slots_given": sum(slab.host.nbytes for slab in streamed.memory.slabs),
+            "huge_bytes": huge_bytes(),
         }
 
     tokens = (token for token, _ in streamed.stream_tokens(request.prompt, max_tokens=request.tokens))
     if layer is not None:
         tokens = _staged_at_boundaries(streamed, tokens)
-    return Running(options, tokens, report, lambda: store.physical_bytes)
+    return Running(effective, tokens, report, lambda: store.physical_bytes)
 
 
 class _Routes:

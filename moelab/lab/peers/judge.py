@@ -150,6 +150,8 @@ def _lacking(runs, table, shape, model_bytes, cap_bytes, refusal) -> list[str]:
             found.append(f"{row.arm}: {row.rounds} of {SMALLEST_ROUNDS} rounds needed")
         elif row.role == OURS and row.error:
             found.append(f"{row.arm}: {row.error}")
+        if row.role == OURS and row.rounds and row.peak_rss is None:
+            found.append(f"{row.arm}: this system does not count resident memory")
         if row.role == RIVAL and row.equal_tokens is False:
             found.append(f"{row.arm} gave other tokens: it did not compute the same")
     done = [run for run in runs if run.answer]
@@ -196,7 +198,7 @@ def _wrong(table: list[Row]) -> list[str]:
     for row in table:
         if row.role == OURS and row.amplification > AMPLIFICATION_LIMIT:
             found.append(f"{row.arm}: read amplification {row.amplification:.3f}, {AMPLIFICATION_LIMIT} allowed")
-        if row.role == OURS and row.peak_rss is not None and row.peak_rss > row.rss_allowed:
+        if row.role == OURS and row.peak_rss > row.rss_allowed:
             found.append(f"{row.arm}: {row.peak_rss:,} bytes resident, {row.rss_allowed:,} allowed")
     for ours in (row for row in table if row.role == OURS):
         for row in table:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 
-from ... import artifacts
+from ... import artifacts, pages
 from ...errors import MoelabError, ParameterError
 from ...files import read_json, write_json
 from ...params import Options, param
@@ -162,6 +162,13 @@ def _engine_arms(options: PeersOptions, checkpoint: artifacts.Artifact, shape: g
         Arm(name="engine, pack", kind="engine", weights=pack, role=OURS, settings=cycle),
         Arm(name="engine, pack, no reuse", kind="engine", weights=pack, role=OURS, settings=layer),
         Arm(name="engine, pack, mmap", kind="engine", weights=pack, role=RIVAL, settings={**cycle, "reader": "mmap"}),
+        Arm(
+            name="engine, pack, checksums",
+            kind="engine",
+            weights=pack,
+            role=VARIANT,
+            settings={**cycle, "check_reads": True},
+        ),
         Arm(name="engine, in place", kind="engine", weights=checkpoint.path, role=VARIANT, settings=cycle),
         Arm(name="engine, pack, cache", kind="engine", weights=pack, role=OURS, settings=cached),
         Arm(
@@ -193,6 +200,7 @@ def machine() -> dict[str, Any]:
         "platform": f"{platform.system().lower()}-{platform.machine()}",
         "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "huge_pages": pages.setting(),
         "read_ahead_kb": {path.parent.parent.name: int(path.read_text()) for path in ahead if "loop" not in str(path)},
     }
 
