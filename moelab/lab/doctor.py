@@ -45,6 +45,8 @@ def machine(model: str = "softmax", *, say: Callable[[str], None] = print) -> in
         say(speed_line(found))
         say(f"{'':<11} {found['self_test']}")
         healthy &= found["right"]
+    if line := huge_pages():
+        say(line)
     for line in disk():
         say(line)
     return 0 if healthy else 1
@@ -63,6 +65,16 @@ def description() -> list[str]:
         f"libraries   {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"compile     {compile_mode()} (mx.compile makes kernels with g++ at run time; without it they stay unfused)",
     ]
+
+
+def huge_pages() -> str | None:
+    """What the system does for memory that a disk fills; None where it has no such setting."""
+    from .. import pages
+
+    if (given := pages.setting()) is None:
+        return None
+    refused = ": experts of a MB and more may be read at half the disk's rate (see transparent_hugepage)"
+    return f"huge pages  {given}{refused if given == 'never' else ', which the slots of experts use'}"
 
 
 def _version(name: str) -> str:

@@ -61,7 +61,7 @@ def _equality(figures: Mapping[str, Any]) -> list[dict]:
 def _reads(reads: Mapping[str, Any]) -> list[dict]:
     found = [
         _claim(
-            f"the store reads {row['nbytes'] / 1e3:,.0f} kB as fast as a raw probe, {row['depth']} at once",
+            f"the store reads {row['nbytes'] / 1e3:,.0f} kB from a pack as fast as a raw probe, {row['depth']} at once",
             row["ratio"], THROUGHPUT, row["n"], row["ratio"] >= THROUGHPUT, _span(row["low"], row["high"]),
         )
         for row in reads["throughput"]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from moelab import pages
 from moelab.disk_profile import declared
 from moelab.errors import IdentityError, MissingArtifactError
 from moelab.lab import doctor
@@ -78,6 +79,20 @@ def test_absent_openblas_is_said(linux, monkeypatch):
     monkeypatch.setattr(moelab.models, "find_openblas", lambda: None, raising=False)
     code, text = report()
     assert code == 0 and "OpenBLAS    not found" in text and [blas for blas, _ in linux["asked"]] == ["reference"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [("always", "slots of experts use"), ("madvise", "slots of experts use"), ("never", "half")]
+)
+def test_huge_pages_are_said(linux, monkeypatch, setting, words):
+    monkeypatch.setattr(pages, "setting", lambda: setting)
+    (line,) = (line for line in report()[1].splitlines() if line.startswith("huge pages"))
+    assert line.split()[2].startswith(setting) and words in line
+
+
+def test_a_system_without_huge_pages_has_no_such_line(linux, monkeypatch):
+    monkeypatch.setattr(pages, "setting", lambda: None)
+    assert "huge pages" not in report()[1]
 
 
 def test_speed_of_a_real_tiny_model(tmp_path, monkeypatch):

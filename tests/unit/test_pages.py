@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moelab import pages
 from moelab.errors import ContractError
 from moelab.pages import HUGE, PAGE, address, aligned, huge_bytes, renew, setting
 
@@ -68,6 +69,13 @@ def test_what_is_touched_is_counted_where_the_system_gives_huge_pages():
         assert after - before >= 4 * HUGE  # all of it but for a machine short of whole ones
     else:
         assert setting() in ("never", None) and not after
+
+
+def test_the_setting_is_the_word_in_brackets(monkeypatch, tmp_path):
+    monkeypatch.setattr(pages, "SETTING", tmp_path / "enabled")
+    assert setting() is None
+    (tmp_path / "enabled").write_text("always [madvise] never\n")
+    assert setting() == "madvise"
 
 
 def test_slots_are_in_huge_pages_and_the_kernels_see_what_the_disk_wrote():
