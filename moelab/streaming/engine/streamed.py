@@ -119,7 +119,7 @@ class StreamedModel(LoadedModel):
         cast(frame.network, options.precision)
         widen_experts(frame.blocks, frame.path, allowed=False)
         check = frame.packed if options.check_reads is None else options.check_reads
-        left = memory_budget_bytes and room(memory_budget_bytes, psutil.Process().memory_info().rss, 0)
+        left = None if memory_budget_bytes is None else max(0, memory_budget_bytes - psutil.Process().memory_info().rss)
         store = open_store(
             frame.path, reader=options.reader, precision=options.precision, device=options.device, check_reads=check,
             room=left,
