@@ -26,7 +26,7 @@ import numpy as np
 
 from .disk_profile import DEPTHS, SIZES, DiskCell, DiskProfile
 from .errors import ContractError, RecordError
-from .pages import HUGE, PAGE, aligned
+from .pages import PAGE, aligned
 
 __all__ = ["device_bytes", "measure"]
 
@@ -143,7 +143,7 @@ def _read_cell(pool, fd, size, depth, file_bytes, seconds, rng) -> tuple[list[fl
 
     def reader(first):
         took = []
-        buffer = aligned(max(size, HUGE))[:size]  # in a huge page, as the slots of a cache are
+        buffer = aligned(size, huge=True)  # as the slots of a cache are
         buffer[::PAGE] = 0
         start.wait()
         for place in places[first::depth].tolist():

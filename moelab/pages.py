@@ -31,16 +31,17 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def aligned(nbytes: int) -> np.ndarray:
+def aligned(nbytes: int, *, huge: bool = False) -> np.ndarray:
     """`u8[nbytes]` of private memory that begins at a page, as direct reads demand; its bytes are anything.
 
-    From 2 MB on it begins at a huge page. It is the system's until it is touched.
+    From 2 MB on, and with `huge` however little it is, it begins at a huge page, as a slot lies in one. It is the
+    system's until it is touched.
     """
-    if nbytes < HUGE:
+    if nbytes < HUGE and not huge:
         base, edge = np.empty(nbytes + PAGE, np.uint8), PAGE
     else:
         # Private, so that a forked child never shares it with its parent.
-        memory, edge = mmap.mmap(-1, nbytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), HUGE
+        memory, edge = mmap.mmap(-1, max(nbytes, HUGE) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), HUGE
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)

@@ -29,7 +29,7 @@ from ..errors import StoreError
 from ..flywheel.estimates import clustered_mean, paired_difference
 from ..flywheel.foresight import Opt
 from ..flywheel.residency import Visits, replay
-from ..pages import HUGE, PAGE, aligned
+from ..pages import PAGE, aligned
 from ..routes import DECODED, PREFILLED, Routes
 from ..streaming import Cache, ExpertStore, Passes, open_store, policy
 from ..streaming.store.layout import ExpertLayout, TensorSpec
@@ -143,7 +143,7 @@ def _seconds(read: Callable, keys: list[tuple[int, int]], depth: int, size: Call
 
     def work(part: list[tuple[int, int]]) -> None:
         # As a slab has them: a slot of it is part of a huge page, however small the slot.
-        buffers = {nbytes: aligned(max(nbytes, HUGE))[:nbytes] for nbytes in {size(layer) for layer, _ in part}}
+        buffers = {nbytes: aligned(nbytes, huge=True) for nbytes in {size(layer) for layer, _ in part}}
         for buffer in buffers.values():
             buffer[::PAGE] = 0
         ready.wait()

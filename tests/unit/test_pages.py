@@ -34,6 +34,12 @@ def test_memory_begins_at_a_page(nbytes):
     assert memory.sum(dtype=int) == 7 * nbytes
 
 
+def test_little_memory_may_lie_in_a_huge_page_too():
+    memory = aligned(PAGE, huge=True)
+    assert (memory.shape, address(memory) % HUGE) == ((PAGE,), 0)
+    assert not LINUX or advised(memory)
+
+
 def test_much_memory_is_in_huge_pages():
     memory = aligned(3 * HUGE)
     assert address(memory) % HUGE == 0

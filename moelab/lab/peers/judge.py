@@ -22,14 +22,12 @@ from collections.abc import Sequence
 import msgspec
 
 from ...flywheel.gates import FAIL, PASS, REFUSED
+from ...studies.streaming_claims import AMPLIFICATION, BESIDE
 from .cap import Refusal
 from .comparison import OURS, REFERENCE, RIVAL, Run
 from .generated import Shape
 
 SMALLEST_ROUNDS, SMALLEST_TOKENS = 5, 20
-AMPLIFICATION_LIMIT = 1.02
-BESIDE = 200_000_000
-"""Bytes that a process of ours may take beside its parameters and slots: the interpreter, libraries, activations."""
 COLD_SHARE = 0.01
 """Pages of weight files that may be in memory before a run: the header that a directory scan or a digest leaves."""
 
@@ -196,8 +194,8 @@ def _wrong(table: list[Row]) -> list[str]:
     """What any of ours does not meet, and tokens that no arm may change."""
     found = [f"{row.arm}: other tokens than the reference" for row in table if row.equal_tokens is False]
     for row in table:
-        if row.role == OURS and row.amplification > AMPLIFICATION_LIMIT:
-            found.append(f"{row.arm}: read amplification {row.amplification:.3f}, {AMPLIFICATION_LIMIT} allowed")
+        if row.role == OURS and row.amplification > AMPLIFICATION:
+            found.append(f"{row.arm}: read amplification {row.amplification:.3f}, {AMPLIFICATION} allowed")
         if row.role == OURS and row.peak_rss > row.rss_allowed:
             found.append(f"{row.arm}: {row.peak_rss:,} bytes resident, {row.rss_allowed:,} allowed")
     for ours in (row for row in table if row.role == OURS):

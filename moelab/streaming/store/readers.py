@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import MissingArtifactError, ParameterError, StoreError
-from ...pages import HUGE, PAGE, aligned
+from ...pages import PAGE, aligned
 
 __all__ = ["READERS", "Mapped", "Pread", "open_reader"]
 
@@ -199,5 +199,5 @@ class Bounce(threading.local):
     def take(self, nbytes: int) -> np.ndarray:
         """`u8[nbytes]`, valid until this thread asks again."""
         if len(self._buffer) < nbytes:
-            self._buffer = aligned(max(nbytes, HUGE))
+            self._buffer = aligned(nbytes, huge=True)
         return self._buffer[:nbytes]
