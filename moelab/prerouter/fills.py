@@ -97,6 +97,7 @@ class CacheFill:
         engine.memory.observers.append(self.prefetcher.observe)
 
     def begin(self) -> None:
+        self.engine.memory.catch_up()
         self.prefetcher.begin_step()
 
     def ask(self, layer: int, prediction: Prediction, *, now: float, after: int | None) -> None:

@@ -27,7 +27,7 @@ __all__ = ["STAND_IN", "prompt", "stand_in"]
 
 STAND_IN = "stand-in"
 RESULT = "stand-in.json"
-FIGURES_VERSION = 4
+FIGURES_VERSION = 5
 """Raise when `measure` writes other figures, so that older artefacts are not taken for these."""
 ARMS = ("off", "in_forward, 2 layers ahead", "in_forward, 4 layers ahead")
 PROMPT = 24

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..models import LoadedModel
 
 RESULT = "streaming.json"
-FIGURES_VERSION = 6
+FIGURES_VERSION = 7
 """Raise when `study` writes other figures, so that older artefacts are not taken for these."""
 APART = 16 << 20
 """Bytes by which two idle processes of one kind may differ."""

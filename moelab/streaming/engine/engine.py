@@ -15,7 +15,7 @@ a small budget goes to; `models.without_torch`, called first, leaves torch out o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +28,7 @@ from ...routes import PREFILLED
 from ..cache.cache import Cache
 from ..cache.eviction import policy
 from ..layer.install import hot_options, install, slots_beside
+from ..memory.cores import Cores
 from ..memory.forward import Forward
 from ..memory.memory import ExpertMemory
 from ..schedule.schedule import Scheduler
@@ -143,8 +144,9 @@ class StreamingEngine:
         self._require_room(tokens.shape, cache, rows)
         self.forward.begin(phase)
         try:
-            logits = self.loaded.model(tokens, cache=cache)
-            self.forward.end(wanted(logits))
+            with nullcontext() if self.memory.cores is None else self.memory.cores.computing():
+                logits = self.loaded.model(tokens, cache=cache)
+                self.forward.end(wanted(logits))
         except BaseException:
             self.forward.abort()
             raise
@@ -222,4 +224,5 @@ def expert_memory(store: ExpertStore, geometry: MoEGeometry, options: EngineOpti
         scheduler = Scheduler(max_inflight_bytes=demand + early, p0_reserve_bytes=demand)
     else:
         scheduler = Scheduler(max_inflight_bytes=options.max_inflight_bytes)
-    return ExpertMemory(store, cache, scheduler, threads=options.threads)
+    cores = Cores.choose(options.cores)
+    return ExpertMemory(store, cache, scheduler, threads=options.threads, cores=cores)

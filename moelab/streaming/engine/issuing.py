@@ -84,6 +84,7 @@ class Issuer:
     def stop(self) -> PrefetchCounters:
         """Take it off again; what was prefetched and not used by now is wasted. Its counters."""
         self.forward.listeners.remove(self)
+        self.memory.catch_up()
         self.memory.observers.remove(self.prefetcher.observe)
         return self.prefetcher.close()
 
@@ -98,6 +99,7 @@ class Issuer:
             return
         if layer == 0:
             self._step += 1
+            self.memory.catch_up()
             self.prefetcher.begin_step()
         if self.issue == "in_forward":
             self._ask([layer], layer, now)

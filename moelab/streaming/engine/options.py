@@ -9,6 +9,7 @@ from ...models.loading import PRECISIONS
 from ...params import known_names
 from ..cache.eviction import DEFAULT, POLICIES
 from ..layer.options import MOST_THREADS, LayerOptions
+from ..memory.cores import CORES
 from ..store.device import VirtualDevice
 from ..store.readers import READERS
 
@@ -17,7 +18,7 @@ __all__ = ["EngineOptions"]
 MiB = 1 << 20
 KINDS: dict[str, type] = {
     "cache_bytes": int, "policy": str, "precision": str, "reader": str, "device": VirtualDevice, "check_reads": bool,
-    "threads": int, "max_inflight_bytes": int, "reserve_bytes": int, "allocator_cache_bytes": int,
+    "threads": int, "cores": str, "max_inflight_bytes": int, "reserve_bytes": int, "allocator_cache_bytes": int,
     "below_cycle": bool, "prefill_step_size": int, "layer": LayerOptions, "change_top_k": bool,
 }  # fmt: skip
 LEAST = {
@@ -40,6 +41,7 @@ class EngineOptions:
         device: a declared disk that every read is slowed to; None = this machine's own.
         check_reads: compare the checksum of every expert that is read; None = of a pack, which has them.
         threads: reader threads beside the computing one; None = 2, or what `layer` says.
+        cores: "shared", "apart" (computing and reading on cores of their own) or "auto": see `cores`.
         max_inflight_bytes: bytes of reads in progress at most; None = two slots a thread, or what `layer` says.
         reserve_bytes: of the budget, for attention caches, activations and freed buffers. Prompts are cut so that they
             fit (`StreamingEngine.prefill_step`); a request that cannot is refused before it reads.
@@ -61,6 +63,7 @@ class EngineOptions:
     device: VirtualDevice | None = None
     check_reads: bool | None = None
     threads: int | None = None
+    cores: str = "shared"
     max_inflight_bytes: int | None = None
     reserve_bytes: int = 64 * MiB
     allocator_cache_bytes: int = 32 * MiB
@@ -90,6 +93,8 @@ class EngineOptions:
                 raise ParameterError("out of range", field=name, got=value, expected=f">= {least}")
         if self.threads > MOST_THREADS:
             raise ParameterError("out of range", field="threads", got=self.threads, expected=f"<= {MOST_THREADS}")
-        for name, known in {"precision": PRECISIONS, "reader": READERS, "policy": tuple(POLICIES)}.items():
+        for name, known in {
+            "precision": PRECISIONS, "reader": READERS, "policy": tuple(POLICIES), "cores": CORES,
+        }.items():  # fmt: skip
             if getattr(self, name) not in known:
                 raise ParameterError(f"unknown {name}", field=name, got=getattr(self, name), expected=known)

@@ -25,7 +25,7 @@ One caller at a time, with the lock that guards cache and scheduler.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -158,32 +158,45 @@ class Prefetcher:
         Raises:
             ContractError: no such layer, expert or confidence.
         """
+        return self.tickets_of(self.named(candidates), now, due=due, passes_ahead=passes_ahead)
+
+    def named(self, candidates: Iterable[tuple[int, int, float]]) -> dict[int, float]:
+        """Key -> confidence of candidates. Looks at nothing that changes, so it needs no lock. Raises as `tickets`."""
+        layers, experts = self.cache.layers, self.cache.experts
         best: dict[int, float] = {}
         for layer, expert, confidence in candidates:
-            if not (0 <= layer < self.cache.layers and 0 <= expert < self.cache.experts and 0 <= confidence <= 1):
+            if not (0 <= layer < layers and 0 <= expert < experts and 0 <= confidence <= 1):
                 raise ContractError(
                     "no such candidate", field="candidates", got=(layer, expert, confidence),
-                    expected=f"< {self.cache.layers}, < {self.cache.experts}, [0, 1]",
+                    expected=f"< {layers}, < {experts}, [0, 1]",
                 )  # fmt: skip
-            key = layer * self.cache.experts + expert
+            key = layer * experts + expert
             best[key] = max(best.get(key, 0.0), float(confidence))
-        out = []
-        for key, visit in sorted(self._visits(best, passes_ahead), key=lambda kv: (-best[kv[0]], kv[1], kv[0])):
+        return best
+
+    def tickets_of(
+        self,
+        named: Mapping[int, float],
+        now: float,
+        *,
+        due: Callable[[int], float] | None = None,
+        passes_ahead: int = 0,
+    ) -> list[Ticket]:
+        """`tickets` of what `named` made of the candidates."""
+        experts, ahead, out = self.cache.experts, passes_ahead * self.cache.layers, []
+        visits = {key: self.cache.next_visit(key // experts) + ahead for key in named}
+        for key in sorted(named, key=lambda key: (-named[key], visits[key], key)):
             self.counters.candidates += 1
-            layer = key // self.cache.experts
+            layer, confidence = key // experts, named[key]
             deadline = math.inf if due is None else due(layer)
-            reason = self._suppressed(key, layer, best[key], deadline, now)
+            reason = self._suppressed(key, layer, confidence, deadline, now)
             if reason != "confidence" and self.protect:
-                self.cache.expect((key,), visit)
+                self.cache.expect((key,), visits[key])
             if reason is None:
-                out.append(self._issue(key, layer, best[key], deadline, visit))
+                out.append(self._issue(key, layer, confidence, deadline, visits[key]))
             else:
                 self.counters.suppressed[reason] += 1
         return out
-
-    def _visits(self, keys: Iterable[int], passes_ahead: int) -> list[tuple[int, int]]:
-        ahead = passes_ahead * self.cache.layers
-        return [(key, self.cache.next_visit(key // self.cache.experts) + ahead) for key in keys]
 
     def _suppressed(self, key: int, layer: int, confidence: float, deadline: float, now: float) -> str | None:
         if confidence < self.threshold:
