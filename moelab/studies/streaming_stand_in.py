@@ -31,6 +31,8 @@ FIGURES_VERSION = 5
 """Raise when `measure` writes other figures, so that older artefacts are not taken for these."""
 ARMS = ("off", "in_forward, 2 layers ahead", "in_forward, 4 layers ahead")
 PROMPT = 24
+SHORT = 2
+"""Answers of an embedded model for each of the stand-in's: they are short, so their times scatter more."""
 PRECISION = "float32"
 
 

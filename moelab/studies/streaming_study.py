@@ -32,7 +32,7 @@ from ..routes import DECODED, Routes
 from ..streaming.cache import eviction
 from .streaming_claims import claims
 from .streaming_memory import idle_memory, peak_memory
-from .streaming_stand_in import STAND_IN, stand_in
+from .streaming_stand_in import SHORT, STAND_IN, stand_in
 
 if TYPE_CHECKING:
     from ..models import LoadedModel
@@ -68,7 +68,9 @@ class StreamingOptions(Options):
     ratios: list[float] = param([0.5, 1.0, 2.0], "time of a token's reads ÷ its compute", min=0.01)
     overlap_prompt: int = param(8, "tokens of the prompt of the overlap study", min=2)
     overlap_tokens: int = param(12, "tokens of an answer of the overlap study", min=4)
-    overlap_repeats: int = param(1, "answers of each arm that count, after one that does not", min=1)
+    overlap_repeats: int = param(
+        1, "answers of each arm that count, after one that does not; twice as many of the models asked for", min=1
+    )
     overlap_cycles: float = param(1.5, "cache of the overlap study, in token cycles", min=1.0)
     reserve_mb: int = param(32, "of the memory budget, kept for attention caches and activations, MiB", min=1)
     memory_share: float = param(
@@ -217,7 +219,7 @@ def study(
         told()
         overlapped = streaming_overlap.overlap(
             places["pack"], asked[0][: options.overlap_prompt], tokens=options.overlap_tokens,
-            repeats=options.overlap_repeats, ratios=options.ratios, cycles=options.overlap_cycles,
+            repeats=SHORT * options.overlap_repeats, ratios=options.ratios, cycles=options.overlap_cycles,
             policy_name="lru", readers=2, precision=precision,
         )  # fmt: skip
         told()
