@@ -46,4 +46,5 @@ def pytest_itemcollected(item):
     if isinstance(item, IPyNbCell):
         for output in item.cell.outputs:
             if VERDICT_MIME in output.get("data", {}):
-                output.data[VERDICT_MIME] = Tolerant(output.data[VERDICT_MIME])
+                # Not by `output.data[...] =`, which would make a plain notebook node of it again.
+                dict.__setitem__(output.data, VERDICT_MIME, Tolerant(output.data[VERDICT_MIME]))

@@ -87,6 +87,23 @@ def test_refreshed_notebooks_pass_and_keep_verdicts_only(world):
     assert "6 passed" in done.stdout
 
 
+def test_the_last_bits_of_another_processor_pass(world, tmp_path):
+    """Through nbval itself: the comparison must reach what it compares."""
+    for name in ("conftest.py", *(path.name for path in world.notebooks.glob("*.ipynb"))):
+        shutil.copy(world.notebooks / name, tmp_path)
+    path = max(tmp_path.glob("*.ipynb"))
+    kept = path.read_text()
+    for stored, code in (("0.7502", 0), ("0.77", 1)):
+        notebook = json.loads(kept)
+        for cell in notebook["cells"]:
+            if cell.get("outputs"):
+                cell["outputs"] = json.loads(json.dumps(cell["outputs"]).replace("0.75", stored))
+        assert stored in json.dumps(notebook)
+        path.write_text(json.dumps(notebook))
+        done = nbval(tmp_path)
+        assert done.returncode == code, done.stdout[-2000:]
+
+
 def test_refreshing_again_changes_nothing(world):
     path = world.notebooks / "21_second.ipynb"
     before = path.read_bytes()
