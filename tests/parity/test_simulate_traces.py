@@ -94,11 +94,26 @@ def test_a_perfect_oracle_hides_nine_tenths_of_what_can_be_hidden(trace, ratio):
     assert on.bytes_per_token <= 1.05 * off.bytes_per_token  # what it displaces is read again
 
 
+PLAIN = 8_000_000
+"""Steps of `plain_steps` a second on the machine that 100,000 requests a second are asked of. The same machine does 5 to
+8 million within minutes, as its neighbours let it: so what a request takes is counted in steps, not in seconds."""
+
+
+def plain_steps(steps=100_000):
+    """Processor seconds of one step of a plain loop over a dictionary."""
+    held, began = {}, time.process_time()
+    for step in range(steps):
+        key = step * 7 % 1009
+        held[key] = held.pop(key, 0) + 1
+    return (time.process_time() - began) / steps
+
+
 def test_lru_replays_a_hundred_thousand_requests_a_second(trace):
     _, routes, passes = trace
     sizes, rates = routes.expert_bytes.tolist(), []
-    for _ in range(3):  # processor time, and the best of three: other work on the machine is not the simulator's
-        began = time.process_time()
+    for _ in range(5):  # the best: other work on the machine is not the simulator's
+        step_s, began = plain_steps(), time.process_time()
         got = run(routes, passes, sizes, 2000 * MIB, Lru())
-        rates.append(got.used.sum() / (time.process_time() - began))
+        request_s = (time.process_time() - began) / got.used.sum()
+        rates.append(PLAIN * (step_s + plain_steps()) / 2 / request_s)
     assert max(rates) >= 100_000
