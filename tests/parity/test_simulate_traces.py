@@ -95,7 +95,7 @@ def test_a_perfect_oracle_hides_nine_tenths_of_what_can_be_hidden(trace, ratio):
 
 
 PLAIN = 8_000_000
-"""Steps of `plain_steps` a second on the machine that 100,000 requests a second are asked of. The same machine does 5 to
+"""Steps of `plain_steps` a second on the machine that 100,000 requests a second are asked of. It does 5 to
 8 million within minutes, as its neighbours let it: so what a request takes is counted in steps, not in seconds."""
 
 
