@@ -41,7 +41,7 @@ peers: $(STAMP) system-run
 		| xargs $(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(PEERS)
 	PYTHONPATH=$(PEERS) $(BIN)/python -m moelab.lab.peers reports/committed/peers.json
 
-# What streaming is asked to do in time. A quarter of an hour in which nothing else may run.
+# What streaming is asked to do in time. Half an hour in which nothing else may run.
 timing: $(STAMP) system-run
 	$(BIN)/python -m moelab.studies.streaming_timing reports/committed/timing.json
 

@@ -97,8 +97,7 @@ class CacheFill:
         engine.memory.observers.append(self.prefetcher.observe)
 
     def begin(self) -> None:
-        self.engine.memory.catch_up()
-        self.prefetcher.begin_step()
+        self.engine.memory.begin_step(self.prefetcher)
 
     def ask(self, layer: int, prediction: Prediction, *, now: float, after: int | None) -> None:
         ids, ahead = prediction.ids + prediction.extra, after is not None and layer > after

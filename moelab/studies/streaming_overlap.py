@@ -57,7 +57,7 @@ ARMS: dict[str, tuple[str, int | None] | None] = {
 """Issue point and visits ahead of the oracle; None = one whole pass."""
 PAGE_ARMS = tuple(arm for arm in ARMS if not arm.startswith("in_forward, 4"))
 """What notebook 80 has time for."""
-CORES = "auto"
+OWN_CORES = "auto"
 """On two cores computing and reading have one each, with and without prediction: what differs is what an arm does, and
 not which threads the system lets run."""
 EVERYTHING = 1 << 60
@@ -92,7 +92,7 @@ class Rig:
     def options(self, *, budget: int | None = None, device: VirtualDevice | None = None) -> EngineOptions:
         return EngineOptions(
             cache_bytes=budget or self.budget, policy=self.policy, device=device, threads=self.readers,
-            max_inflight_bytes=self.inflight, precision=self.precision, cores=CORES,
+            max_inflight_bytes=self.inflight, precision=self.precision, cores=OWN_CORES,
         )  # fmt: skip
 
     def issuer(self, engine: StreamingEngine, arm: str) -> Issuer | None:
@@ -196,7 +196,9 @@ def overlap(
 
 def _recorded(path, prompt, tokens, repeats, cycles, name, readers, precision) -> Rig:
     """Record the answer with every expert resident, and time its compute."""
-    with StreamingEngine.load(path, EngineOptions(cache_bytes=EVERYTHING, precision=precision, cores=CORES)) as engine:
+    with StreamingEngine.load(
+        path, EngineOptions(cache_bytes=EVERYTHING, precision=precision, cores=OWN_CORES)
+    ) as engine:
         recorder = Recorder(engine.forward)
         engine.forward.listeners.append(recorder)
         want = answer(engine, prompt, tokens).tokens

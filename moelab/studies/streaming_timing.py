@@ -1,6 +1,6 @@
 """What streaming is asked to do in time, on an idle machine: hide reads, be predicted by the simulator, lose nothing.
 
-    make timing        # about a quarter of an hour, and nothing else may run meanwhile
+    make timing        # about half an hour, and nothing else may run meanwhile
 
 is the same as
 

@@ -45,11 +45,10 @@ def test_told_and_taken_in_is_what_tickets_at_once_would_be(store):
     memory.observers.append(told.observe)
     rng, waited = random.Random(3), 0
     for step in range(60):
-        memory.catch_up()
+        memory.begin_step(told)
         for each in (scheduler, other):  # what is queued is read meanwhile
             while (started := each.next(1.0)) is not None:
                 each.finish(started, 1.0, ok=True)
-        told.begin_step()
         at_once.begin_step()
         for layer in range(store.layers):
             ids = sorted(rng.sample(range(store.experts), TOP_K))
@@ -106,6 +105,24 @@ def test_an_error_of_a_prediction_is_counted_and_readers_go_on(store):
     memory.predict(told, [(0, 5, 1.0)])
     memory.drain()
     assert cache.slot(5) is not None and memory.prefetch_errors == 1
+    memory.close()
+
+
+def test_a_failing_prediction_takes_no_other_along(store):
+    """What was told after it, and what it had asked for before it failed."""
+    cache, scheduler, told = rooms(store)
+    memory, real = ExpertMemory(store, cache, scheduler, threads=0), scheduler.submit
+
+    def submit(ticket, now):
+        if ticket.key == 3:
+            raise ValueError("not this one")
+        return real(ticket, now)
+
+    scheduler.submit = submit
+    memory.predict(told, [(0, 2, 0.9), (0, 3, 0.8)])
+    memory.predict(told, [(0, 5, 0.7)])
+    memory.catch_up()
+    assert memory.prefetch_errors == 1 and set(queued(scheduler)) == {2, 5} and not memory._told
     memory.close()
 
 

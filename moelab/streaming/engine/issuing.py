@@ -99,8 +99,7 @@ class Issuer:
             return
         if layer == 0:
             self._step += 1
-            self.memory.catch_up()
-            self.prefetcher.begin_step()
+            self.memory.begin_step(self.prefetcher)
         if self.issue == "in_forward":
             self._ask([layer], layer, now)
 

@@ -60,6 +60,5 @@ class LateExperts:
 
     def read(self, experts: np.ndarray) -> None:
         """Queue reads of late experts for the layer's next turn, which withdraws what has not begun by then."""
-        self._memory.catch_up()
-        self._reads.begin_step()
+        self._memory.begin_step(self._reads)
         self._memory.predict(self._reads, [(self.layer, int(expert), 1.0) for expert in experts])

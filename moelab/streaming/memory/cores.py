@@ -65,16 +65,16 @@ class Cores:
         """The calling thread computes meanwhile, and so does the mlx thread that its operations go to."""
         cores, policy, priority = os.sched_getaffinity(0), os.sched_getscheduler(0), os.sched_getparam(0)
         batch = len(self.compute) == 1 and policy == os.SCHED_OTHER
-        os.sched_setaffinity(0, self.compute)
-        if batch:
-            os.sched_setscheduler(0, os.SCHED_BATCH, priority)
         try:
+            os.sched_setaffinity(0, self.compute)
+            if batch:
+                os.sched_setscheduler(0, os.SCHED_BATCH, priority)
             with mx.stream(self._stream()):
                 yield
         finally:
+            os.sched_setaffinity(0, cores)
             if batch:
                 os.sched_setscheduler(0, policy, priority)
-            os.sched_setaffinity(0, cores)
 
     def _stream(self) -> mx.Stream:
         """One for each Python thread and choice of cores: its mlx thread has the cores of the thread that made it."""

@@ -133,6 +133,12 @@ class ExpertMemory(Readers):
                 self._change.notify_all()
                 self._work.notify_all()
 
+    def begin_step(self, prefetcher: Prefetcher) -> None:
+        """`Prefetcher.begin_step`, once all that was predicted in the step before has its tickets."""
+        with self._change:
+            self._take_in()
+            prefetcher.begin_step()
+
     def predict(
         self,
         prefetcher: Prefetcher,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from ..cache.cache import Cache, Grant
 from ..schedule.schedule import P0, Scheduler, Ticket
 from ..store.slab import Slab
 from ..store.store import ExpertStore
-from .told import Told
+from .told import Wish
 
 if TYPE_CHECKING:
     from .cores import Cores
@@ -70,7 +71,7 @@ class Readers:
         self._change, self._work = threading.Condition(lock), threading.Condition(lock)
         self._reads = 0  # in progress
         self._failed: dict[int, BaseException] = {}
-        self._told = Told()  # predictions that have no tickets yet
+        self._told: deque[Wish] = deque()  # predictions that have no tickets yet
         self.outside: dict[int, Fill] = {}
         self._closed = False
         self._threads = [
@@ -83,7 +84,7 @@ class Readers:
         return self.slabs[self.cache.pool_of(layer)]
 
     def catch_up(self) -> None:
-        """All that was predicted so far has its tickets when this returns: before a prefetcher's next step or end."""
+        """All that was predicted so far has its tickets when this returns."""
         with self._change:
             self._take_in()
 
@@ -108,14 +109,14 @@ class Readers:
 
     def _take_in(self) -> None:
         """What was told gets its tickets. An error counts as a prefetch's, and has no other consequence."""
-        if not self._told:
-            return
-        try:
-            tickets = self._told.take_in(self.scheduler)
-        except Exception as error:
-            self.prefetch_errors, self.prefetch_error = self.prefetch_errors + 1, error
-        else:
-            self._work.notify(tickets)
+        while self._told:
+            wish = self._told.popleft()
+            try:
+                for ticket in wish.tickets():
+                    self.scheduler.submit(ticket, wish.now)
+                    self._work.notify()
+            except Exception as error:
+                self.prefetch_errors, self.prefetch_error = self.prefetch_errors + 1, error
 
     def _serve(self) -> None:
         if self.cores is not None:

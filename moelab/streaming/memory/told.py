@@ -10,18 +10,17 @@ work, and when. With the lock of the memory, as everything that reads are decide
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..schedule.prefetch import Prefetcher
-from ..schedule.schedule import Scheduler
+from ..schedule.schedule import Ticket
 
-__all__ = ["Told", "Wish"]
+__all__ = ["Wish"]
 
 
 class Wish(NamedTuple):
-    """Arguments of `Prefetcher.tickets_of`, and whose it is."""
+    """What was told: whose it is, and the arguments of `Prefetcher.tickets_of`."""
 
     prefetcher: Prefetcher
     named: Mapping[int, float]
@@ -29,17 +28,5 @@ class Wish(NamedTuple):
     due: Callable[[int], float] | None
     passes_ahead: int
 
-
-class Told(deque[Wish]):
-    """What has been told and not been taken in, first told first."""
-
-    def take_in(self, scheduler: Scheduler) -> int:
-        """Submit the tickets of all that has been told; how many there were."""
-        count = 0
-        while self:
-            wish = self.popleft()
-            tickets = wish.prefetcher.tickets_of(wish.named, wish.now, due=wish.due, passes_ahead=wish.passes_ahead)
-            for ticket in tickets:
-                scheduler.submit(ticket, wish.now)
-            count += len(tickets)
-        return count
+    def tickets(self) -> list[Ticket]:
+        return self.prefetcher.tickets_of(self.named, self.now, due=self.due, passes_ahead=self.passes_ahead)
