@@ -5,6 +5,7 @@ import threading
 import mlx.core as mx
 import numpy as np
 import pytest
+import store_cases
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 
@@ -114,6 +115,17 @@ def test_quantised_in_place_and_packed(bits, tmp_path):
     for folder in (stock, packed):
         with StreamingEngine.load(folder, options(folder, 1)) as engine:
             same(streamed_tokens(engine, PROMPT[:20], 20), want)
+
+
+@pytest.mark.parametrize("policy", ["lru", "recent-lfu"])
+@pytest.mark.parametrize("reader", ["auto", "buffered", "mmap"])
+def test_layers_that_lie_differently_in_place_share_the_cache(reader, policy, tmp_path, monkeypatch):
+    model = store_cases.fitted(tmp_path, monkeypatch)
+    want = resident_tokens(model, PROMPT, 30)
+    with StreamingEngine.load(model, options(model, 1.5, policy=policy, reader=reader)) as engine:
+        assert len(engine.memory.slabs) == 1
+        for _ in range(2):
+            same(streamed_tokens(engine, PROMPT, 30), want)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+import store_cases
 from mlx_lm.models.cache import make_prompt_cache
 
 from moelab import models
@@ -10,16 +11,20 @@ from moelab.errors import ContractError, StoreError
 from moelab.models import tiny
 from moelab.models.loading import cast
 from moelab.models.taps import tap
+from moelab.streaming import EngineOptions
 from moelab.streaming.engine.layerwise import LayerMajor
+from moelab.streaming.engine.streamed import StreamedModel
 from moelab.streaming.store.skeleton import drop_experts, skeleton
 from moelab.streaming.store.store import open_store
 
 FEATURES = ("pre_attention", "moe_input")
-CASES = ["softmax", "sigmoid", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h"]
+CASES = ["softmax", "sigmoid", "qwen3_moe", "deepseek_v3", "gpt_oss", "nemotron_h", "in place"]
 
 
 @pytest.fixture(params=CASES)
-def model(request, tmp_path):
+def model(request, tmp_path, monkeypatch):
+    if request.param == "in place":
+        return store_cases.fitted(tmp_path, monkeypatch)
     if request.param in ("softmax", "sigmoid"):
         return request.param
     tiny.save(request.param, tmp_path, seed=3)
@@ -56,7 +61,7 @@ def test_equals_resident_replay(model, turns):
     expected = [t.take() for t in passes(resident.model, resident.blocks, batches, chunk=32, evaluate=True)]
     frame, store = streamed(model)
     with store:
-        one = store.experts * sum(layout.slot_bytes for layout in set(store.layouts))
+        one = store.experts * sum({layout.slot_bytes for layout in store.layouts})
         layers = LayerMajor(frame.blocks, store, budget=turns * one)
         for _ in range(2):  # a second shard goes through the same slabs
             before = store.payload_bytes
@@ -71,6 +76,16 @@ def test_equals_resident_replay(model, turns):
                 for name in FEATURES:  # the same operations in the same order: equal to the bit, not to 1e-6
                     np.testing.assert_array_equal(got.features[name], want.features[name])
         layers.close()
+
+
+def test_a_whole_layer_is_held_wherever_it_lies(tmp_path, monkeypatch):
+    model = store_cases.fitted(tmp_path, monkeypatch)
+    resident = models.load(model)
+    x, ids = mx.random.normal((1, 3, 64)), mx.array([[[0, 1, 2, 3], [4, 5, 6, 7], [7, 0, 3, 2]]])
+    with StreamedModel.load(model, EngineOptions(cache_bytes=1 << 26)) as streamed:
+        for layer in range(4):
+            with streamed.holding(layer):
+                assert mx.array_equal(streamed.blocks[layer].switch(x, ids), resident.blocks[layer].switch(x, ids))
 
 
 def test_budget_below_one_layer_is_refused(tmp_path):

@@ -103,6 +103,16 @@ def test_a_model_on_staged_slots_generates_the_resident_models_tokens(family, na
             assert all(c.fallback == 2 for c in counters)  # the first token of each request
 
 
+@pytest.mark.parametrize("name", sorted(LAYERS))
+def test_layers_that_lie_differently_in_place_share_stacks_and_windows(name, tmp_path, monkeypatch):
+    model = store_cases.fitted(tmp_path, monkeypatch)
+    want = resident_tokens(model, PROMPT, 20)
+    with engine(model, **LAYERS[name]) as streamed:
+        stager = Stager(streamed)
+        for _ in range(2):
+            same(list(stager.tokens(PROMPT, 20)), want)
+
+
 @pytest.mark.parametrize("family, own", [
     ("softmax", {}), ("sigmoid", {"incr_stack": True, "incr_writeback": True, "warm_willneed": True}),
 ])  # fmt: skip

@@ -1,16 +1,19 @@
 """Over random layouts in random files: every byte of every expert is the source's, by every reader."""
 
+import itertools
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.pages import PAGE, aligned
+from moelab.streaming.store import plan
 from moelab.streaming.store.layout import ALIGN, DTYPES, ExpertLayout, TensorSpec
-from moelab.streaming.store.plan import plan_reads
+from moelab.streaming.store.plan import fit_slots, plan_reads
 from moelab.streaming.store.store import ExpertStore
 
 READERS = ("auto", "buffered", "mmap")
@@ -64,10 +67,19 @@ def slow(data: bytes, tensor: TensorSpec) -> bytes:
     return b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))
 
 
-@given(sources(), st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 64]))
-@settings(max_examples=60, deadline=None)
-def test_every_byte_by_every_reader(drawn, seed, shift):
+def fitted(chosen, places, experts, worth):
+    """Slots laid out for the reads of these sources, if `worth`: bytes from which a read has pages of its own."""
+    if not worth:
+        return tuple(chosen)
+    with mock.patch.object(plan, "WORTH", worth):
+        return fit_slots(chosen, lambda layer, expert: places[layer, expert], experts)
+
+
+@given(sources(), st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 64]), st.sampled_from([0, 1, PAGE]))
+@settings(max_examples=120, deadline=None)
+def test_every_byte_by_every_reader(drawn, seed, shift, worth):
     experts, chosen, sizes, places = drawn
+    chosen = fitted(chosen, places, experts, worth)
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(number) for number in range(len(sizes))]
@@ -75,7 +87,7 @@ def test_every_byte_by_every_reader(drawn, seed, shift):
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
         source = SimpleNamespace(
-            layers=len(chosen), experts=experts, layouts=tuple(chosen), files=files, identity=dict,
+            layers=len(chosen), experts=experts, layouts=chosen, files=files, identity=dict,
             places=lambda layer, expert: places[layer, expert], checksum=lambda layer, expert: None,
         )  # fmt: skip
         for reader in READERS:
@@ -110,6 +122,19 @@ def test_a_plan_reads_every_piece_once_and_no_page_twice(drawn, align):
         assert len(pages) == len(set(pages))
 
 
+@given(sources(), st.sampled_from([1, PAGE]))
+@settings(max_examples=200, deadline=None)
+def test_fitted_slots_hold_every_tensor_apart_and_on_its_marks(drawn, worth):
+    experts, chosen, _, places = drawn
+    sizes = {}
+    for layout, plainer in zip(fitted(chosen, places, experts, worth), chosen, strict=True):
+        assert layout.tensors == plainer.tensors and layout.slot_bytes % PAGE == 0
+        assert sizes.setdefault(layout.tensors, layout.slot_bytes) == layout.slot_bytes  # they can share slots
+        spans = sorted((o, o + t.run_bytes) for t, o in zip(layout.tensors, layout.offsets, strict=True))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise([*spans, (layout.slot_bytes, 0)]))
+        assert all(o % DTYPES[t.run].itemsize == 0 for t, o in zip(layout.tensors, layout.offsets, strict=True))
+
+
 @given(layouts())
 @settings(max_examples=200, deadline=None)
 def test_tensors_lie_apart_and_on_their_marks(layout):
@@ -121,4 +146,4 @@ def test_tensors_lie_apart_and_on_their_marks(layout):
         assert all(offset % ALIGN == 0 for offset in offsets) and total % PAGE == 0
         assert all(end <= start for end, start in zip(ends, (*offsets[1:], total), strict=True))
         assert sum(sizes) <= total < sum(sizes) + ALIGN * len(sizes) + PAGE
-    assert layout.plain == (layout.at("stored") == layout)
+    assert (layout.at("stored") == layout) == (not any(tensor.converted for tensor in layout.tensors))

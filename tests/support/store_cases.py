@@ -12,6 +12,9 @@ from mlx_lm.utils import load_model
 
 from moelab.files import read_json, write_json
 from moelab.models import find_blocks, tiny
+from moelab.pages import PAGE
+from moelab.streaming import open_store
+from moelab.streaming.store import plan
 
 ALIASES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
@@ -94,3 +97,17 @@ def same(store, layers: list[dict[str, np.ndarray]]) -> bool:
             }:
                 return False
     return True
+
+
+def fitted(folder, monkeypatch):
+    """A model whose layers begin at different places within a page, each with slots laid out for its own reads."""
+    monkeypatch.setattr(plan, "WORTH", PAGE)
+    tiny.save("qwen3_moe", folder, seed=1, hidden_size=64, moe_intermediate_size=64, num_hidden_layers=4)
+    with open_store(folder) as store:
+        starts = {layout.slot_offsets for layout in store.layouts}
+        assert len(starts) > 1 and () not in starts
+        assert len({layout.slot_bytes for layout in store.layouts}) == 1
+        store._bounce = None  # nothing is copied
+        for layer in range(store.layers):
+            store.read(layer, store.experts - 1)
+    return folder

@@ -90,8 +90,10 @@ def test_slots_are_in_huge_pages_and_the_kernels_see_what_the_disk_wrote():
     from moelab.streaming.store.layout import ExpertLayout, TensorSpec
     from moelab.streaming.store.slab import Slab
 
-    slab = Slab(ExpertLayout((TensorSpec("weight", (1000, 300), "F32", "F32"),)), slots=4)
+    layout = ExpertLayout((TensorSpec("weight", (1000, 300), "F32", "F32"),))
+    slab = Slab(layout.slot_bytes, slots=4)
     assert not LINUX or advised(slab.host.reshape(-1))
-    assert not slab.arrays["weight"].any()
+    weight = slab.arrays(layout)["weight"]
+    assert not weight.any()
     slab.host[2].view(np.float32)[:300_000] = np.arange(300_000)
-    assert mx.array_equal(slab.arrays["weight"][2].reshape(-1), mx.arange(300_000, dtype=mx.float32))
+    assert mx.array_equal(weight[2].reshape(-1), mx.arange(300_000, dtype=mx.float32))

@@ -60,7 +60,7 @@ def test_loading_holds_no_stacked_table(uneven):
     with open_store(uneven) as store:
         cycle = 4 * sum(layout.slot_bytes for layout in store.layouts)
     with StreamingEngine.load(uneven, EngineOptions(cache_bytes=2 * cycle)) as engine:
-        slots = {id(array) for slab in engine.memory.slabs for array in slab.arrays.values()}
+        slots = {id(array) for layer in range(engine.store.layers) for array in engine.memory.arrays(layer).values()}
         stacked = [
             name for name, value in tree_flatten(engine.loaded.model.parameters())
             if "switch_mlp" in name and id(value) not in slots and value.size

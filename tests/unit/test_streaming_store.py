@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from moelab.errors import GeometryError, MissingArtifactError, ParameterError, StoreError
-from moelab.pages import aligned
+from moelab.pages import PAGE, aligned
 from moelab.streaming import VirtualDevice
 from moelab.streaming.store.layout import DTYPES, ExpertLayout, TensorSpec, convert, run_dtype
-from moelab.streaming.store.plan import plan_reads
+from moelab.streaming.store.plan import fit_slots, plan_reads
 from moelab.streaming.store.readers import open_reader
+from moelab.streaming.store.slab import Slab
 from moelab.streaming.store.store import ExpertStore
 
 READERS = ("auto", "buffered", "mmap")
@@ -370,10 +371,12 @@ def test_a_store_inherited_by_another_process_is_refused(source, monkeypatch):
 def test_record_and_slot_are_the_same_bytes_where_nothing_is_converted():
     kinds = (("w", (3, 5), "U32"), ("s", (3, 1), "BF16"), ("g", (), "F32"))
     stored = ExpertLayout(tuple(TensorSpec(name, shape, kind, kind) for name, shape, kind in kinds))
-    assert stored.plain and stored.offsets == stored.record_offsets == (0, 64, 128)
+    assert not any(t.converted for t in stored.tensors)
+    assert stored.offsets == stored.record_offsets == (0, 64, 128)
     assert stored.slot_bytes == stored.record_bytes == 4096
     run = stored.at("float32")
-    assert not run.plain and run.stored_bytes == 60 + 6 + 4 and run.run_bytes == 60 + 12 + 4
+    assert [t.converted for t in run.tensors] == [False, True, False]
+    assert run.stored_bytes == 60 + 6 + 4 and run.run_bytes == 60 + 12 + 4
     assert [t.run for t in run.tensors] == ["U32", "F32", "F32"]
     with pytest.raises(GeometryError):
         ExpertLayout(())
@@ -392,7 +395,7 @@ def test_padding_of_a_real_expert_is_below_two_per_cent():
     ):
         layout = ExpertLayout(tuple(TensorSpec(str(n), shape, t, t) for n, (shape, t) in enumerate(shapes)))
         plan = plan_reads(layout, [(0, 5 * layout.record_bytes + at) for at in layout.record_offsets], align=4096)
-        assert len(plan) == 1 and plan[0].direct
+        assert len(plan) == 1 and plan[0].into == 0 and plan[0].whole
         assert plan[0].length / layout.stored_bytes <= 1.02
 
 
@@ -406,10 +409,73 @@ def test_neighbours_are_read_together_and_others_are_not():
     assert [(r.start, r.length) for r in exact] == [(3000, 1000), (40000, 1000), (3000, 1000)]
 
 
+def test_tensors_that_lie_alike_in_place_are_read_without_a_copy(tmp_path):
+    """Stacks of three projections that begin anywhere: one of them is converted, one is too small to be worth it."""
+    shapes, base = {"gate": (256, 128), "up": (256, 128), "small": (16, 128), "down": (128, 256)}, 1912
+    tensors = tuple(TensorSpec(n, s, "F16", "F32" if n == "up" else "F16") for n, s in shapes.items())
+    starts, end = [], base
+    for tensor in tensors:
+        starts.append(end)
+        end += 3 * tensor.stored_bytes
+    content = np.random.default_rng(0).bytes(end)
+    (tmp_path / "experts").write_bytes(content)
+
+    def places(layer, expert):
+        return [(0, start + expert * t.stored_bytes) for start, t in zip(starts, tensors, strict=True)]
+
+    (layout,) = fit_slots([ExpertLayout(tensors)], places, 3)
+    assert layout.slot_offsets == (1912, 34 * PAGE, 66 * PAGE, 17 * PAGE + 1912)  # gate and down in 17 pages each
+    source = SimpleNamespace(
+        layers=1, experts=3, layouts=(layout,), files=[tmp_path / "experts"], identity=dict, places=places,
+        checksum=lambda layer, expert: None,
+    )  # fmt: skip
+    with ExpertStore(source) as store:
+        plan = store._plan(0, 2)
+        assert [layout.tensors[number].name for r in plan if r.into is None for number, _ in r.pieces] == [
+            "up",
+            "small",
+        ]
+        for expert in range(3):
+            slot = aligned(layout.slot_bytes)
+            store.read_into(0, expert, slot)
+            for (name, array), (_, start) in zip(layout.arrays(slot).items(), places(0, expert), strict=True):
+                stored = np.frombuffer(content, np.float16, array.size, start)
+                same = array.view(np.uint16 if name != "up" else np.uint32).reshape(-1)
+                want = stored if name != "up" else stored.astype(np.float32)
+                np.testing.assert_array_equal(same, want.view(same.dtype))
+    apart = [*places(0, 0)], [(0, start + 2) for _, start in places(0, 1)]  # another place within a page
+    assert fit_slots([ExpertLayout(tensors)], lambda layer, expert: apart[expert], 2)[0].slot_offsets == ()
+
+
+def test_a_read_goes_straight_into_a_slot_only_where_it_covers_nothing_else():
+    two = ExpertLayout(tuple(TensorSpec(name, (100,), "U8", "U8") for name in "ab"))
+    for places in ([(0, 8192), (0, 128)], [(0, 8192), (1, 128)]):  # whole pages of either would cover the other
+        assert [read.into for read in plan_reads(two, places, align=4096)] == [None, None]
+        assert sorted(read.into for read in plan_reads(two, places, align=1)) == [0, 128]
+    moved = ExpertLayout(two.tensors[:1], slot_offsets=(64,), least_bytes=8192)
+    assert [plan_reads(moved, [(0, 0)], align=align)[0].into for align in (1, 4096)] == [64, None]
+    assert plan_reads(moved, [(0, 4160)], align=4096)[0].into == 0
+
+
+def test_layers_of_equal_tensors_keep_slots_of_equal_size():
+    layout = ExpertLayout((TensorSpec("a", (16 * PAGE,), "U8", "U8"),))
+    fitted = fit_slots([layout, layout], lambda layer, expert: [(0, 100 * layer + expert * 16 * PAGE)], 2)
+    assert [f.slot_offsets for f in fitted] == [(0,), (100,)]
+    assert [f.slot_bytes for f in fitted] == [17 * PAGE, 17 * PAGE]
+
+
+def test_slots_of_another_size_are_refused_by_a_slab():
+    layout = ExpertLayout((TensorSpec("a", (3000,), "F32", "F32"),))
+    slab = Slab(layout.slot_bytes, 2)
+    assert slab.arrays(layout) is slab.arrays(ExpertLayout(layout.tensors))
+    with pytest.raises(GeometryError, match="other slots.*slot_bytes.*got: 16384.*expected: 12288"):
+        slab.arrays(ExpertLayout(layout.tensors, least_bytes=16384))
+
+
 def test_what_is_converted_never_goes_straight_into_the_slot():
     narrow, same = (ExpertLayout((TensorSpec("a", (8,), kind, "F32"),)) for kind in ("F16", "F32"))
-    assert not plan_reads(narrow, [(0, 0)], align=1)[0].direct
-    assert plan_reads(same, [(0, 0)], align=1)[0].direct
+    assert plan_reads(narrow, [(0, 0)], align=1)[0].into is None
+    assert plan_reads(same, [(0, 0)], align=1)[0].into == 0
 
 
 MLX = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}

@@ -49,8 +49,8 @@ class LayerMajor:
 
     def __init__(self, blocks: list[Block], store: ExpertStore, *, budget: int, threads: int = 4):
         self.blocks, self.store = blocks, store
-        kinds = set(store.layouts)
-        one = store.experts * sum(layout.slot_bytes for layout in kinds)
+        sizes = {layout.slot_bytes for layout in store.layouts}
+        one = store.experts * sum(sizes)
         if budget < one:
             raise ContractError(
                 "layer-major replay holds all experts of a layer",
@@ -59,7 +59,7 @@ class LayerMajor:
                 expected=f">= {one} bytes",
             )
         turns = 2 if budget >= 2 * one else 1
-        self._slabs = {(kind, turn): Slab(kind, store.experts) for kind in kinds for turn in range(turns)}
+        self._slabs = {(size, turn): Slab(size, store.experts) for size in sizes for turn in range(turns)}
         self._turn = [layer % turns for layer in range(store.layers)]
         self._ahead = turns == 2
         self._outputs: list[list[mx.array]] = [[] for _ in blocks]
@@ -71,9 +71,8 @@ class LayerMajor:
         switches = [block.switch for block in self.blocks]
         try:
             for layer, (block, switch) in enumerate(zip(self.blocks, switches, strict=True)):
-                setattr(
-                    block.switch_owner, block.switch_name, _Deferred(switch, self._slab(layer), self._outputs[layer])
-                )
+                arrays = self._slab(layer).arrays(self.store.layouts[layer])
+                setattr(block.switch_owner, block.switch_name, _Deferred(switch, arrays, self._outputs[layer]))
             yield
         finally:
             for block, switch in zip(self.blocks, switches, strict=True):
@@ -103,7 +102,7 @@ class LayerMajor:
         self._pool.shutdown(cancel_futures=True)
 
     def _slab(self, layer: int) -> Slab:
-        return self._slabs[self.store.layouts[layer], self._turn[layer]]
+        return self._slabs[self.store.layouts[layer].slot_bytes, self._turn[layer]]
 
     def _fill(self, layer: int) -> list[Future[int]]:
         host = self._slab(layer).host
@@ -113,10 +112,10 @@ class LayerMajor:
 class _Deferred(nn.Module):
     """The layer's own switch module on a slab of all its experts; notes what it returns."""
 
-    def __init__(self, inner: nn.Module, slab: Slab, outputs: list[mx.array]):
+    def __init__(self, inner: nn.Module, arrays: dict[str, mx.array], outputs: list[mx.array]):
         super().__init__()
         self.inner, self._note = inner, outputs.append
-        share(inner, slab.arrays)
+        share(inner, arrays)
 
     def __call__(self, x: mx.array, indices: mx.array, *rest: Any) -> mx.array:
         out = self.inner(x, indices, *rest)

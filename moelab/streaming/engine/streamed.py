@@ -187,8 +187,8 @@ class StreamedModel(LoadedModel):
 
     @property
     def layer_bytes(self) -> int:
-        """Slots for all experts of one layer (of each layout): the least for replaying."""
-        return self.store.experts * sum(layout.slot_bytes for layout in set(self.store.layouts))
+        """Slots for all experts of one layer (of each size): the least for replaying."""
+        return self.store.experts * sum({layout.slot_bytes for layout in self.store.layouts})
 
     @property
     def bytes_read(self) -> int:
@@ -279,9 +279,9 @@ class StreamedModel(LoadedModel):
         """All experts of one MoE layer in memory, in place in its switch module."""
         with self._turn(f"holding layer {layer}"):
             self._need(self.layer_bytes, "the experts of one layer")
-            slab = Slab(self.store.layouts[layer], self.store.experts)
+            slab = Slab((layout := self.store.layouts[layer]).slot_bytes, self.store.experts)
             self.store.read_many([layer * self.store.experts + n for n in range(self.store.experts)], slab.host)
-            share(self.blocks[layer].switch, slab.arrays)
+            share(self.blocks[layer].switch, slab.arrays(layout))
             yield
 
     def belongs_to(self, engine: StreamingEngine) -> None:

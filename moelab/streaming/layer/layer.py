@@ -40,7 +40,7 @@ class StreamingSwitch(nn.Module):
     def __init__(self, inner: nn.Module, layer: int, forward: Forward):
         super().__init__()
         self.inner, self.layer, self._forward = inner, layer, forward
-        share(inner, forward.memory.slab(layer).arrays)
+        share(inner, forward.memory.arrays(layer))
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         out = self.exact(x, self._forward.arrive(self.layer, x, indices))

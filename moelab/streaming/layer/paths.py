@@ -172,7 +172,7 @@ class StagedSwitch(StreamingSwitch):
     # ------------------------------------------------------------------ paths
 
     def exact(self, x: mx.array, ids: np.ndarray) -> mx.array:
-        share(self.inner, self._forward.memory.slab(self.layer).arrays)
+        share(self.inner, self._forward.memory.arrays(self.layer))
         return super().exact(x, ids)
 
     def _on_staged(
@@ -259,7 +259,7 @@ class StagedSwitch(StreamingSwitch):
         self._forward.wait(demand)
         slots = np.zeros(len(experts), np.int32)
         slots[~late] = demand.slots
-        share(self.inner, self._forward.memory.slab(self.layer).arrays)
+        share(self.inner, self._forward.memory.arrays(self.layer))
         return self._stand_in(x, self.inner(x, mx.array(slots[position])), mx.array(missing))
 
     def _known(self, ids: np.ndarray, x: mx.array, rows: StagedSet) -> None:
@@ -272,7 +272,7 @@ class StagedSwitch(StreamingSwitch):
 
     def _run(self, stack: Stack, rows: StagedSet, x: mx.array, slots: mx.array) -> mx.array:
         stack.hold(rows)
-        share(self.inner, stack.slab.arrays)
+        share(self.inner, stack.arrays(self.layer))
         return self.inner(x, slots)
 
     def _count(self, ids: np.ndarray, rows: StagedSet) -> None:

@@ -29,7 +29,7 @@ class PrefillWindow:
     """The windows of all layers.
 
     Attributes:
-        stacks: one for each expert layout that is windowed.
+        stacks: one for each size of expert that is windowed.
         hot: the rule that counts uses.
     """
 

@@ -91,10 +91,10 @@ class Filling:
 
 
 class Stack:
-    """Slots of one expert layout (see the module text).
+    """Slots for experts of one size (see the module text).
 
     Args:
-        layer: one with this layout; sets may be of any layer that shares it.
+        layer: one whose experts have this size; sets may be of any layer whose experts have it.
         write_back: offer an expert to the cache when it leaves its slot. False: when it has been read.
         together: a fill asks for all its reads at once. False: one after the other, if it is urgent.
     """
@@ -103,7 +103,7 @@ class Stack:
         self, memory: ExpertMemory, layer: int, slots: int, *, write_back: bool = False, together: bool = True
     ):
         self.memory, self.write_back, self.together = memory, write_back, together
-        self.slab = Slab(memory.store.layouts[layer], slots)
+        self.slab = Slab(memory.store.layouts[layer].slot_bytes, slots)
         self.counters = StackCounters()
         self._slot: dict[int, int] = {}  # key -> slot, wanted longest ago first
         self._empty = list(range(slots))[::-1]
@@ -112,7 +112,11 @@ class Stack:
     @property
     def nbytes(self) -> int:
         """Bytes of memory: the slots, and one more for alignment."""
-        return (self.slab.slots + 1) * self.slab.layout.slot_bytes
+        return (self.slab.slots + 1) * self.slab.slot_bytes
+
+    def arrays(self, layer: int) -> dict[str, mx.array]:
+        """Tensor name → `[slots, *shape]` over the slots, as this layer's experts lie in them."""
+        return self.slab.arrays(self.memory.store.layouts[layer])
 
     def fill(
         self,

@@ -24,6 +24,8 @@ from ..store.store import ExpertStore
 from .told import Wish
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from .cores import Cores
     from .fill import Fill
 
@@ -61,8 +63,8 @@ class Readers:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.store, self.cache, self.scheduler, self.cores, self.clock = store, cache, scheduler, cores, clock
-        pools = {cache.pool_of(layer): store.layouts[layer] for layer in range(store.layers)}
-        self.slabs = [Slab(pools[pool], cache.pool_slots[pool]) for pool in range(len(pools))]
+        sizes = {cache.pool_of(layer): store.layouts[layer].slot_bytes for layer in range(store.layers)}
+        self.slabs = [Slab(sizes[pool], cache.pool_slots[pool]) for pool in range(len(sizes))]
         self.prefetch_error: BaseException | None = None
         self.prefetch_errors, self.drained_s = 0, 0.0
         self.ended: list[Callable[[Ticket, float], None]] = []
@@ -82,6 +84,10 @@ class Readers:
 
     def slab(self, layer: int) -> Slab:
         return self.slabs[self.cache.pool_of(layer)]
+
+    def arrays(self, layer: int) -> dict[str, mx.array]:
+        """Tensor name → `[slots, *shape]` over the layer's slab."""
+        return self.slab(layer).arrays(self.store.layouts[layer])
 
     def catch_up(self) -> None:
         """All that was predicted so far has its tickets when this returns."""

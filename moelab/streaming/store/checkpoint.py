@@ -29,6 +29,7 @@ from typing import Any
 from ...errors import ArtifactError, ContractError, UnsupportedModelError
 from ...files import digest_file, digest_json, read_json
 from .layout import ExpertLayout, TensorSpec, run_dtype
+from .plan import fit_slots
 from .shards import SIZES, Stored, dtype_name, host_bytes, read_header, some
 
 __all__ = ["CheckpointSource", "ExpertParameters", "expert_parameters", "model_digest"]
@@ -55,6 +56,7 @@ class CheckpointSource:
 
     Args:
         room: bytes of memory that opening may take for a moment; None = as many as it needs.
+        fitted: slots are laid out for direct reads. False: as those of a pack.
 
     Raises:
         MissingArtifactError: no such checkpoint.
@@ -63,7 +65,7 @@ class CheckpointSource:
         ContractError: opening takes more than `room`; nothing was read.
     """
 
-    def __init__(self, model: str | Path, precision: str, *, room: int | None = None):
+    def __init__(self, model: str | Path, precision: str, *, room: int | None = None, fitted: bool = True):
         from ...models.loading import find
 
         self.path, self.precision = find(model), precision
@@ -86,7 +88,7 @@ class CheckpointSource:
             guessed |= {number for name in found if name not in stored}
             self._places.append(list(zip(*found.values(), strict=True)))
             layouts.append(ExpertLayout(tuple(layer.spec(name, precision) for name in layer.arrays)))
-        self.layouts = tuple(layouts)
+        self.layouts = fit_slots(layouts, self.places, self.experts) if fitted else tuple(layouts)
         compared = {number: layers[number] for number in sorted(guessed & {0, self.layers - 1})}
         need = opening_bytes(compared.values())
         if room is not None and need > room:

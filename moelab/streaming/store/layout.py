@@ -3,7 +3,8 @@
 An expert is a handful of tensors (three projections; weight, scales and biases each where quantised). Both
 forms lay them one after the other, each at a multiple of 64 bytes, and end at a multiple of 4096: the
 *record* in the types they are stored in, the *slot* in the types the kernels run on. Where these are the same
-the two forms are the same bytes, and reading an expert is one read of the disk into the slot.
+the two forms are the same bytes, and reading an expert is one read of the disk into the slot. Slots of a source with
+another order (`plan.fit_slots`) have their tensors where its reads leave them.
 
 Types have the names of safetensors. numpy knows no bfloat16: its values travel as `uint16` bit patterns.
 """
@@ -11,6 +12,8 @@ Types have the names of safetensors. numpy knows no bfloat16: its values travel 
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,10 +73,18 @@ class TensorSpec:
     def run_bytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.run].itemsize
 
+    @property
+    def converted(self) -> bool:
+        return self.stored != self.run
+
 
 @dataclass(frozen=True)
 class ExpertLayout:
     """The tensors of the experts of one layer, and where each lies.
+
+    Args:
+        slot_offsets: of each tensor in a slot, bytes; () = one after the other.
+        least_bytes: of a slot, so that layers whose tensors lie differently can share slots.
 
     Attributes:
         offsets: of each tensor in a slot, bytes.
@@ -86,15 +97,24 @@ class ExpertLayout:
     """
 
     tensors: tuple[TensorSpec, ...]
+    slot_offsets: tuple[int, ...] = ()
+    least_bytes: int = 0
 
     def __post_init__(self):
         names = [tensor.name for tensor in self.tensors]
         if not names or len(set(names)) != len(names):
             raise GeometryError("an expert has tensors of different names", field="tensors", got=names)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.tensors, self.slot_offsets, self.least_bytes))  # once: layouts are keys at every turn
+
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        return _starts([tensor.run_bytes for tensor in self.tensors])
+        return self.slot_offsets or _starts([tensor.run_bytes for tensor in self.tensors])
 
     @cached_property
     def record_offsets(self) -> tuple[int, ...]:
@@ -102,7 +122,8 @@ class ExpertLayout:
 
     @cached_property
     def slot_bytes(self) -> int:
-        return _up(self.offsets[-1] + self.tensors[-1].run_bytes, PAGE)
+        ends = (offset + tensor.run_bytes for tensor, offset in zip(self.tensors, self.offsets, strict=True))
+        return _up(max(*ends, self.least_bytes), PAGE)
 
     @cached_property
     def record_bytes(self) -> int:
@@ -115,11 +136,6 @@ class ExpertLayout:
     @cached_property
     def run_bytes(self) -> int:
         return sum(tensor.run_bytes for tensor in self.tensors)
-
-    @cached_property
-    def plain(self) -> bool:
-        """Nothing is converted: record and slot are the same bytes."""
-        return all(tensor.stored == tensor.run for tensor in self.tensors)
 
     def at(self, precision: str) -> ExpertLayout:
         """The same tensors, to be run in another precision."""
@@ -171,6 +187,11 @@ def convert(source: np.ndarray, stored: str, target: np.ndarray, run: str) -> No
         np.copyto(target, source, casting="unsafe")
 
 
+_turns = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
+"""Every pass of numpy gives the interpreter up and waits to get it back. On two cores, two threads that convert mostly
+wait for that: one after the other they are faster by a third (reports/LOG.md)."""
+
+
 def _widen(source: np.ndarray, target: np.ndarray, block: int = 1 << 16) -> None:
     """float16 → float32, exact, in passes that numpy vectorises (its own cast goes one value at a time).
 
@@ -179,14 +200,15 @@ def _widen(source: np.ndarray, target: np.ndarray, block: int = 1 << 16) -> None
     Blocks stay in the core's cache.
     """
     halves, bits = source.view(np.int16), target.view(np.int32)
-    for start in range(0, halves.size, block):
-        part, values = bits[start : start + block], target[start : start + block]
-        part[...] = halves[start : start + block]  # widens the sign too, into bits that the mask clears
-        np.left_shift(part, 13, out=part)
-        np.bitwise_and(part, np.int32(-0x70000001), out=part)
-        np.multiply(values, np.float32(2.0**112), out=values)
-        if values.max() >= 65536 or values.min() <= -65536:
-            part[np.abs(values) >= 65536] |= 0x7F800000
+    with _turns:
+        for start in range(0, halves.size, block):
+            part, values = bits[start : start + block], target[start : start + block]
+            part[...] = halves[start : start + block]  # widens the sign too, into bits that the mask clears
+            np.left_shift(part, 13, out=part)
+            np.bitwise_and(part, np.int32(-0x70000001), out=part)
+            np.multiply(values, np.float32(2.0**112), out=values)
+            if values.max() >= 65536 or values.min() <= -65536:
+                part[np.abs(values) >= 65536] |= 0x7F800000
 
 
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:

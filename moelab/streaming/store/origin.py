@@ -57,7 +57,7 @@ class Origin:
         self.others = {k: v for k, v in tree_flatten(frame.network.parameters()) if k not in self.absent}
         self.absent = {name: (tuple(a.shape), _mlx_type(dtype_name(a), precision)) for name, a in self.absent.items()}
         try:
-            self.store = ExpertStore(CheckpointSource(self.path, precision))
+            self.store = ExpertStore(CheckpointSource(self.path, precision, fitted=False))
         except UnsupportedModelError:  # mlx-lm makes them from something else: then it must do so here
             self.store = None
 

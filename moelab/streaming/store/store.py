@@ -3,8 +3,9 @@
 A *source* (`checkpoint`, `pack`) says in which files the tensors of an expert lie and in which types they are
 to be run; a *reader* (`readers`) fetches bytes. The store puts the two together. It plans each expert's
 reads once: places that share or touch a page become one read. A record of a pack whose types are the run
-types has the layout of a slot, and is read by one direct read into the slot itself; everything else goes
-through a page-aligned buffer of the reading thread and is copied, or converted, into place.
+types has the layout of a slot, and is read by one direct read into the slot itself; so are the larger tensors of a
+checkpoint in place that run as they are stored (`plan`). Everything else goes through a page-aligned buffer of the
+reading thread and is copied, or converted, into place.
 
 The store knows nothing of mlx, and any number of threads may read from it at once.
 """
@@ -15,7 +16,6 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from threading import get_ident
 from typing import Any, Protocol
@@ -70,7 +70,6 @@ class ExpertStore:
         if check_reads:
             self._require_checksums("check_reads")
         self._throttle = None if device is None else Throttle(device)
-        self._special = check_reads or device is not None
         self._plans: dict[tuple[int, int], tuple[Read, ...]] = {}
         self._bounce = Bounce()
         # By thread, so that no read waits for another one's books: who reads, and what it has read.
@@ -119,7 +118,7 @@ class ExpertStore:
             StoreError: closed, or opened in another process; the file ended early; the system reports an
                 error; the checksum is wrong. The contents of `out` are then undefined: nothing may use them.
         """
-        # The device idles until the next read is asked for, so on small experts every call made here shows in the rate.
+        # The device idles until the next read is asked for, so on small experts every step made here shows in the rate.
         plan, layout = self._plans.get((layer, expert)) or self._plan(layer, expert), self.layouts[layer]
         if out.shape != (layout.slot_bytes,) or out.dtype != U8 or out.strides != (1,):
             raise GeometryError(
@@ -131,16 +130,10 @@ class ExpertStore:
         try:
             if self._closed or os.getpid() != self._process:
                 raise self._unusable()
-            read = plan[0]
-            if read.whole and not self._special:
-                try:
-                    physical = self._reader.fetch(read.file, read.start, read.need, out)
-                except StoreError:
-                    if address(out) % self._reader.align == 0:
-                        raise
-                    physical = self._fetch(layer, expert, plan, out, self._check)  # a disk cannot fill such memory
+            if self._throttle is None:
+                physical = self._fetch(layer, expert, plan, out, self._check)
             else:
-                with self._throttle.read(sum(read.length for read in plan)) if self._throttle else nullcontext():
+                with self._throttle.read(sum(read.length for read in plan)):
                     physical = self._fetch(layer, expert, plan, out, self._check)
         finally:
             self._reading.discard(me)
@@ -152,11 +145,20 @@ class ExpertStore:
 
     def _fetch(self, layer: int, expert: int, plan: tuple[Read, ...], out: np.ndarray, check: bool) -> int:
         """All reads of one expert, through memory of this thread where the disk cannot fill the slot; bytes asked."""
-        physical, fits = 0, address(out) % self._reader.align == 0
+        physical, fetch = 0, self._reader.fetch
         for read in plan:
-            direct = read.direct and fits
-            buffer = out[: read.length] if direct else self._bounce.take(read.length)
-            physical += self._reader.fetch(read.file, read.start, read.need, buffer)
+            direct = read.into is not None
+            if direct:
+                buffer = out if read.whole else out[read.into : read.into + read.length]
+                try:
+                    physical += fetch(read.file, read.start, read.need, buffer)
+                except StoreError:
+                    if address(out) % self._reader.align == 0:
+                        raise
+                    direct = False  # a disk cannot fill such memory
+            if not direct:
+                buffer = self._bounce.take(read.length)
+                physical += fetch(read.file, read.start, read.need, buffer)
             if check:
                 self._compare(layer, expert, read, buffer)
             if not direct:
