@@ -61,11 +61,10 @@ def _equality(figures: Mapping[str, Any]) -> list[dict]:
 def _reads(reads: Mapping[str, Any]) -> list[dict]:
     found = [
         _claim(
-            f"the store reads {row['nbytes'] / 1e3:,.0f} kB from a pack as fast as a raw probe, {row['depth']} at once",
+            f"the store reads {_what(row)} as fast as a raw probe, {row['depth']} at once",
             row["ratio"], THROUGHPUT, row["n"], row["ratio"] >= THROUGHPUT, _span(row["low"], row["high"]),
         )
         for row in reads["throughput"]
-        if row["place"] != "in place"
     ]  # fmt: skip
     for row in reads["amplification"]:
         if row["place"] == "pack" and row["reader"] != "mmap":
@@ -78,6 +77,11 @@ def _reads(reads: Mapping[str, Any]) -> list[dict]:
                 )
             )  # fmt: skip
     return found
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    where = "in place" if row["place"].startswith("in place") else "from a pack"
+    return f"{row['nbytes'] / 1e3:,.0f} kB {where}{'' if row['direct'] == 1 else ', copied or converted,'}"
 
 
 def _cache(figures: Mapping[str, Any]) -> list[dict]:

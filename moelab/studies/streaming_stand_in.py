@@ -27,7 +27,7 @@ __all__ = ["STAND_IN", "prompt", "stand_in"]
 
 STAND_IN = "stand-in"
 RESULT = "stand-in.json"
-FIGURES_VERSION = 5
+FIGURES_VERSION = 6
 """Raise when `measure` writes other figures, so that older artefacts are not taken for these."""
 ARMS = ("off", "in_forward, 2 layers ahead", "in_forward, 4 layers ahead")
 PROMPT = 24
@@ -71,8 +71,9 @@ def measure(options: StreamingOptions, folder: Path) -> dict[str, Any]:
     """All figures in this process. Model and files are written below `folder` and removed."""
     from ..models import stand_in as model
     from ..streaming import ExpertStore, open_store, write_pack
+    from ..streaming.store.checkpoint import CheckpointSource
     from ..streaming.store.pack import PackSource
-    from . import streaming_overlap, streaming_reads
+    from . import streaming_overlap, streaming_rates
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".") as scratch, ExitStack() as stack:
         source, pack = Path(scratch) / "model", Path(scratch) / "pack"
@@ -80,9 +81,13 @@ def measure(options: StreamingOptions, folder: Path) -> dict[str, Any]:
         model.write(source, hidden=options.stand_in_hidden, width=options.stand_in_hidden // 2)
         write_pack(source, pack, precision=PRECISION)
         store = stack.enter_context(open_store(pack, precision=PRECISION))
-        read = [("pack", PackSource(pack, PRECISION), store)]
+        in_place = stack.enter_context(open_store(source, precision=PRECISION))
+        read = [
+            ("pack", PackSource(pack, PRECISION), store),
+            ("in place", CheckpointSource(source, PRECISION), in_place),
+        ]
         for size in options.made_up_mb:
-            made_up = streaming_reads.MadeUp(
+            made_up = streaming_rates.MadeUp(
                 Path(scratch) / f"made-up-{size}", size=size << 20, experts=max(64 // size, 4), seed=options.seed
             )
             read.append((f"made up, {size} MiB", made_up, stack.enter_context(ExpertStore(made_up))))
@@ -91,7 +96,7 @@ def measure(options: StreamingOptions, folder: Path) -> dict[str, Any]:
             rates = [
                 {"place": place, **row}
                 for place, source, store in read
-                for row in streaming_reads.throughput(
+                for row in streaming_rates.throughput(
                     store, source, depths=options.depths, seed=options.seed,
                     # Larger reads scatter less than those of a model with small experts, and take longer.
                     repeats=max(options.read_repeats // 2, 2), reads=max(turn_bytes // store.nbytes(0), 8),

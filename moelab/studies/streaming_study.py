@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ..models import LoadedModel
 
 RESULT = "streaming.json"
-FIGURES_VERSION = 7
+FIGURES_VERSION = 8
 """Raise when `study` writes other figures, so that older artefacts are not taken for these."""
 APART = 16 << 20
 """Bytes by which two idle processes of one kind may differ."""
@@ -166,10 +166,10 @@ def study(
     loaded: LoadedModel, routes: Routes, asked: list[list[int]], options: StreamingOptions, folder: Path
 ) -> dict[str, Any]:
     """All figures of one model; plain numbers. Packs are written below `folder` and removed."""
-    from ..streaming import open_store, write_pack
+    from ..streaming import ExpertStore, open_store, write_pack
     from ..streaming.store.checkpoint import CheckpointSource
     from ..streaming.store.pack import PackSource
-    from . import streaming_equality, streaming_overlap, streaming_reads
+    from . import streaming_equality, streaming_overlap, streaming_rates, streaming_reads
 
     steps, precision, done = 6, loaded.precision, 0
 
@@ -207,13 +207,17 @@ def study(
             seconds=options.disk_seconds, repeats=3, seed=options.seed,
         )  # fmt: skip
         told()
+        read = [(place, sources[place], store) for place, store in stores.items()]
+        as_stored = CheckpointSource(loaded.path, "stored")
+        if as_stored.layouts != sources["in place"].layouts:
+            read.append(("in place, as stored", as_stored, stack.enter_context(ExpertStore(as_stored))))
         rates = [
             {"place": place, **row}
-            for place, store in stores.items()
-            for row in streaming_reads.throughput(
-                store, sources[place], depths=options.depths, reads=options.reads, seed=options.seed,
-                # What is read in place is converted as well: slower by far, and nothing is asked of it.
-                repeats=options.read_repeats if place == "pack" else max(options.read_repeats // 4, 2),
+            for place, source, store in read
+            for row in streaming_rates.throughput(
+                store, source, depths=options.depths, reads=options.reads, seed=options.seed,
+                # Where every read is converted as well, three pairs say so.
+                repeats=max(options.read_repeats // 4, 2) if place == "in place" else options.read_repeats,
             )
         ]  # fmt: skip
         told()

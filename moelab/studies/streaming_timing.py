@@ -44,7 +44,7 @@ def timing(model: str, *, tokens: int, repeats: int, seed: int = 0) -> dict[str,
     """One model in this process: `overlap`, and of the stand-in `check` and `throughput`."""
     from ..streaming import open_store, write_pack
     from ..streaming.store.pack import PackSource
-    from . import simulation_check, streaming_overlap, streaming_reads
+    from . import simulation_check, streaming_overlap, streaming_rates
 
     with tempfile.TemporaryDirectory() as scratch:
         source, pack = Path(scratch) / "model", Path(scratch) / "pack"
@@ -65,7 +65,7 @@ def timing(model: str, *, tokens: int, repeats: int, seed: int = 0) -> dict[str,
             found["check"] = simulation_check.runs(pack, tokens_given, repeats=repeats, read_s=READ_S)
             with open_store(pack, precision="float32") as store:
                 found["expert_bytes"] = store.nbytes(0)
-                found["throughput"] = streaming_reads.throughput(
+                found["throughput"] = streaming_rates.throughput(
                     store, PackSource(pack, "float32"), depths=(1, 4), reads=128, repeats=12 * repeats + 1, seed=seed
                 )
         return found | {"runtime": models.runtime_identity("float32", "streamed")}

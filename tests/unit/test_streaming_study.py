@@ -7,10 +7,12 @@ from moelab import models
 from moelab.errors import ContractError, ParameterError, RecordError, StoreError
 from moelab.flywheel.residency import Visits, replay
 from moelab.models import tiny
+from moelab.pages import aligned
 from moelab.routes import DECODED, PREFILLED, Routes
-from moelab.streaming import Passes, open_store, write_pack
+from moelab.streaming import ExpertStore, Passes, open_store, write_pack
+from moelab.streaming.store.checkpoint import CheckpointSource
 from moelab.streaming.store.pack import PackSource
-from moelab.studies import streaming_claims, streaming_reads, streaming_stand_in, streaming_study
+from moelab.studies import streaming_claims, streaming_rates, streaming_reads, streaming_stand_in, streaming_study
 from moelab.studies.streaming_study import StreamingOptions
 
 OPTIONS = StreamingOptions(
@@ -87,24 +89,22 @@ def test_a_wrong_token_would_be_seen(loaded):
 def test_the_probe_reads_what_the_store_reads(loaded, tmp_path):
     write_pack(loaded.path, tmp_path / "pack", precision="float32")
     source = PackSource(tmp_path / "pack", "float32")
-    probe = streaming_reads.RawProbe(source)
+    probe = streaming_rates.RawProbe(source)
     with open_store(tmp_path / "pack") as store:
-        from moelab.pages import aligned
-
         size = store.layouts[1].slot_bytes
         ours, theirs = aligned(size), aligned(size)
         for expert in (0, store.experts - 1):
             asked = store.read_into(1, expert, theirs)
             probe.read(1, expert, ours)
             np.testing.assert_array_equal(ours, theirs)
-            assert sum(length for *_, length in probe.plan(1, expert)) == asked
+            assert sum(read.length for read in probe.plan(1, expert)) == asked
     probe.close()
 
 
 def test_a_cut_file_stops_the_probe(loaded, tmp_path):
     write_pack(loaded.path, tmp_path / "pack", precision="float32")
     source = PackSource(tmp_path / "pack", "float32")
-    probe = streaming_reads.RawProbe(source)
+    probe = streaming_rates.RawProbe(source)
     source.files[0].write_bytes(b"")
     with pytest.raises(StoreError, match="ended early"):
         probe.read(0, 0, np.frombuffer(bytearray(1 << 16), np.uint8))
@@ -117,7 +117,24 @@ def test_rates_stand_beside_their_spread(figures):
     ]
     for row in rows:
         assert 0 < row["low"] <= row["ratio"] <= row["high"]
+        assert row["direct"] == (row["place"] == "pack")  # tensors of a few kilobytes are copied to their place
+        assert (row["filled"] is None) == (row["direct"] == 1) and (row["filled"] or 1) > 0
         assert row["raw"] > 0 and row["store"] > 0 and row["n"] == OPTIONS.read_repeats
+
+
+def test_a_probe_that_copies_and_converts_fills_the_slots_of_the_store(tmp_path):
+    tiny.save("qwen3_moe", tmp_path, seed=1)
+    for precision in ("float16", "stored"):
+        source = CheckpointSource(tmp_path, precision)
+        probe = streaming_rates.RawProbe(source)
+        with ExpertStore(source) as store:
+            slots = [aligned(store.layouts[1].slot_bytes) for _ in range(2)]
+            for expert in (0, store.experts - 1):
+                store.read_into(1, expert, slots[0])
+                probe.fill(1, expert, slots[1])
+                for ours, theirs in zip(*(store.layouts[1].arrays(slot).values() for slot in slots), strict=True):
+                    np.testing.assert_array_equal(ours, theirs)
+        probe.close()
 
 
 def test_amplification_is_at_least_one(figures):
@@ -209,7 +226,7 @@ def test_claims_follow_their_figures(figures):
     lru = next(row for row in figures["cache"]["rows"] if row["policy"] == "recent-lfu" and row["share"] == 0.3)
     claim = rows["fewer bytes than a global LRU at 0.3 of all experts, by the default policy, recent-lfu"]
     assert claim["measured"] == lru["value"] / lru["lru"] and claim["holds"] == (lru["less"] < 0)
-    assert len(rows) == 2 + len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 4 * len(OPTIONS.ratios) + 2
+    assert len(rows) == 2 + 2 * len(OPTIONS.depths) + 1 + len(OPTIONS.budgets) + 4 * len(OPTIONS.ratios) + 2
 
 
 def test_times_of_the_stand_in_are_judged_by_the_same_claims(tmp_path):
@@ -220,9 +237,9 @@ def test_times_of_the_stand_in_are_judged_by_the_same_claims(tmp_path):
     assert not list(tmp_path.iterdir())  # model and packs are scratch
     rates = found["reads"]["throughput"]
     assert [(row["place"], row["depth"]) for row in rates] == [
-        (place, depth) for place in ("pack", "made up, 1 MiB") for depth in options.depths
+        (place, depth) for place in ("pack", "in place", "made up, 1 MiB") for depth in options.depths
     ]
-    assert [row["nbytes"] for row in rates] == [found["expert_bytes"]] * 2 + [1 << 20] * 2
+    assert [row["nbytes"] for row in rates] == [found["expert_bytes"]] * 4 + [1 << 20] * 2
     assert [row["arm"] for row in found["overlap"]["rows"]] == list(streaming_stand_in.ARMS)
     assert found["claims"] == streaming_claims.claims(found)
     assert len(found["claims"]) == len(rates) + 4 * len(options.ratios)

@@ -79,13 +79,15 @@ def streaming_equal(found: Figures) -> dict[str, str]:
 
 
 def read_rates(found: Figures) -> pd.DataFrame:
-    """One row a model, place and depth: the store beside a raw probe of the same reads, by turns."""
+    """One row a model, place and depth: the store beside a raw probe of the same reads, by turns. Where not all bytes
+    go straight into slots, also beside a probe that copies and converts as well."""
     return pd.DataFrame(
         [
             {
                 "model": m, "where": r["place"], "expert kB": r["nbytes"] / 1e3, "at once": r["depth"],
                 "raw MB/s": r["raw"] / MB, "store MB/s": r["store"] / MB, "store ÷ raw": r["ratio"],
-                "lower quartile": r["low"], "upper quartile": r["high"], "pairs": r["n"], "reads a turn": r["reads"],
+                "lower quartile": r["low"], "upper quartile": r["high"], "straight into slots": r["direct"],
+                "store ÷ (raw and copied)": r["filled"], "pairs": r["n"], "reads a turn": r["reads"],
             }
             for m, reads in _part(found, "reads")
             for r in reads["throughput"]
