@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ from .readers import Bounce, open_reader
 __all__ = ["ExpertStore", "Source", "open_store"]
 
 VERIFY = ("header", "records")
-U8 = np.dtype(np.uint8)
+U8, BYTE_BY_BYTE = np.dtype(np.uint8), (1,)
 
 
 class Source(Protocol):
@@ -77,6 +78,7 @@ class ExpertStore:
         self._counts: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._closed, self._process = False, os.getpid()
         self._reader = open_reader(reader, source.files)
+        _open.add(self)
 
     reads = property(lambda self: self._count(0))
     payload_bytes = property(lambda self: self._count(1))
@@ -120,7 +122,7 @@ class ExpertStore:
         """
         # The device idles until the next read is asked for, so on small experts every step made here shows in the rate.
         plan, layout = self._plans.get((layer, expert)) or self._plan(layer, expert), self.layouts[layer]
-        if out.shape != (layout.slot_bytes,) or out.dtype != U8 or out.strides != (1,):
+        if out.strides != BYTE_BY_BYTE or len(out) != layout.slot_bytes or out.dtype != U8:
             raise GeometryError(
                 "memory does not fit an expert", field="out", got=(str(out.dtype), out.shape),
                 expected=f"contiguous uint8 ({layout.slot_bytes},)",
@@ -128,7 +130,7 @@ class ExpertStore:
         me = get_ident()
         self._reading.add(me)  # first this, then a look at `_closed`: `close` sets that, then looks who is reading
         try:
-            if self._closed or os.getpid() != self._process:
+            if self._closed:
                 raise self._unusable()
             if self._throttle is None:
                 physical = self._fetch(layer, expert, plan, out, self._check)
@@ -186,7 +188,7 @@ class ExpertStore:
             for expert in range(self.experts):
                 self._reading.add(me)
                 try:
-                    if self._closed or os.getpid() != self._process:
+                    if self._closed:
                         raise self._unusable()
                     self._fetch(layer, expert, self._plan(layer, expert), slot, True)
                 finally:
@@ -251,6 +253,19 @@ class ExpertStore:
             "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
             fix="open a store in each process, and start processes by spawn",
         )  # fmt: skip
+
+
+_open: weakref.WeakSet[ExpertStore] = weakref.WeakSet()
+
+
+def _in_forked_child() -> None:
+    """A store belongs to the process that opened it. (To ask for the process at every read would show in the rate.)"""
+    for store in _open:
+        store._closed = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def open_store(
