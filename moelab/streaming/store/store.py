@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from .device import Throttle, VirtualDevice
 from .layout import ExpertLayout
 from .pack import MANIFEST, PackSource, checksum, half_written
 from .plan import Read, plan_reads
+from .processes import left_behind
 from .readers import Bounce, open_reader
 
 __all__ = ["ExpertStore", "Source", "open_store"]
@@ -78,7 +78,7 @@ class ExpertStore:
         self._counts: dict[int, list[int]] = defaultdict(lambda: [0, 0, 0])
         self._closed, self._process = False, os.getpid()
         self._reader = open_reader(reader, source.files)
-        _open.add(self)
+        left_behind(self)
 
     reads = property(lambda self: self._count(0))
     payload_bytes = property(lambda self: self._count(1))
@@ -90,10 +90,8 @@ class ExpertStore:
     @property
     def identity(self) -> dict[str, Any]:
         """What is read and how: `source`, `model` (digest), `precision`, `reader` really used, `throttle`."""
-        device = self._throttle and self._throttle.device
-        throttle = device and {
-            "latency_s": device.latency_s, "bytes_per_s": device.bytes_per_s, "lanes": device.lanes,
-        }  # fmt: skip
+        d = self._throttle and self._throttle.device
+        throttle = d and {"latency_s": d.latency_s, "bytes_per_s": d.bytes_per_s, "lanes": d.lanes}
         return {**self._source.identity(), "reader": self._reader.kind, "throttle": throttle}
 
     @property
@@ -169,8 +167,7 @@ class ExpertStore:
 
     def read(self, layer: int, expert: int) -> dict[str, np.ndarray]:
         """One expert as arrays in their run types, by tensor name (bfloat16 as `uint16` bit patterns)."""
-        layout = self._layout(layer, expert)
-        slot = aligned(layout.slot_bytes)
+        slot = aligned((layout := self._layout(layer, expert)).slot_bytes)
         self.read_into(layer, expert, slot)
         return layout.arrays(slot)
 
@@ -203,6 +200,10 @@ class ExpertStore:
             time.sleep(1e-3)
         self._reader.close()
 
+    def left(self) -> None:
+        """In a forked child: every read is refused from now on."""
+        self._closed = True
+
     def __reduce__(self) -> None:
         raise StoreError(
             "a store belongs to the process that opened it", field="store", got="one to be copied or sent",
@@ -227,8 +228,7 @@ class ExpertStore:
 
     def _plan(self, layer: int, expert: int) -> tuple[Read, ...]:
         layout, places = self._layout(layer, expert), self._source.places(layer, expert)
-        plan = self._plans[layer, expert] = plan_reads(layout, places, align=self._reader.align)
-        return plan
+        return self._plans.setdefault((layer, expert), plan_reads(layout, places, align=self._reader.align))
 
     def _compare(self, layer: int, expert: int, read: Read, buffer: np.ndarray) -> None:
         got, expected = checksum(buffer[: read.need]), self._source.checksum(layer, expert)
@@ -253,19 +253,6 @@ class ExpertStore:
             "this store was opened in another process", field="process", got=os.getpid(), expected=self._process,
             fix="open a store in each process, and start processes by spawn",
         )  # fmt: skip
-
-
-_open: weakref.WeakSet[ExpertStore] = weakref.WeakSet()
-
-
-def _in_forked_child() -> None:
-    """A store belongs to the process that opened it. (To ask for the process at every read would show in the rate.)"""
-    for store in _open:
-        store._closed = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 def open_store(
