@@ -216,8 +216,6 @@ class ExpertStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------ inside
-
     def _layout(self, layer: int, expert: int) -> ExpertLayout:
         if not (0 <= layer < self.layers and 0 <= expert < self.experts):
             raise GeometryError(
