@@ -111,12 +111,12 @@ class CacheFill:
         self.engine.memory.drain()
 
     def forget(self) -> None:
-        self.engine.memory.cancel(owner=self.prefetcher.owner, generation=self.prefetcher.step)
+        self.engine.memory.cancel(owner=self.prefetcher.owner)
 
     def close(self) -> PrefetchCounters:
-        self.forget()
+        found = self.engine.memory.retire(self.prefetcher)
         self.engine.memory.observers.remove(self.prefetcher.observe)
-        return self.prefetcher.close()
+        return found
 
 
 class Protection:

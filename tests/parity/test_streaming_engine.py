@@ -212,6 +212,55 @@ def test_two_threads_at_once_are_refused_by_name(small):
         assert "another thread is in it" in caught[0]
 
 
+def test_a_request_that_is_refused_takes_nothing_from_the_one_that_runs(small):
+    """Asked in the middle of its second pass, by another thread and by its own."""
+    want, caught = resident_tokens(small, PROMPT, 6), []
+
+    class Second:
+        def routed(self, *, step, layer, **_):
+            if (step, layer) == (1, 1):
+                for ask in (self.ask, in_another_thread(self.ask)):
+                    ask()
+
+        def ended(self, *, step):
+            pass
+
+        def ask(self):
+            try:
+                streamed_tokens(engine, PROMPT[:5], 1)
+            except ContractError as error:
+                caught.append(str(error))
+
+    def in_another_thread(work):
+        def run():
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+
+        return run
+
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        engine.forward.listeners.append(Second())
+        same(streamed_tokens(engine, PROMPT, 6), want)
+        assert ["this thread" in text for text in caught] == [True, False] and "a pass is running" in caught[1]
+        engine.forward.listeners.clear()
+        same(streamed_tokens(engine, PROMPT, 6), want)
+
+
+def test_a_pass_is_closed_whatever_its_end_raises(small):
+    def broken():
+        raise RuntimeError("a stack that cannot be released")
+
+    with StreamingEngine.load(small, options(small, 1)) as engine:
+        engine.forward.begin(DECODED)
+        engine.forward.depart(mx.zeros(1), then=broken)
+        with pytest.raises(RuntimeError, match="cannot be released"):
+            engine.forward.abort()
+        same(streamed_tokens(engine, PROMPT, 3), resident_tokens(small, PROMPT, 3))
+        engine.forward.abort()  # nothing is open: nothing happens
+        same(streamed_tokens(engine, PROMPT, 3), resident_tokens(small, PROMPT, 3))
+
+
 def test_a_pass_must_be_opened(small):
     with StreamingEngine.load(small, options(small, 1)) as engine:
         with pytest.raises(ContractError, match="no pass open.*begin"):
@@ -235,6 +284,7 @@ def test_failed_read_is_raised_and_the_next_request_is_right(small, monkeypatch)
         monkeypatch.setattr(engine.store, "read_into", read_into)
         with pytest.raises(StoreError, match="the device failed"):
             streamed_tokens(engine, PROMPT, 6)
+        assert not engine.scheduler.queued_bytes  # nobody waits for the rest of its experts
         same(streamed_tokens(engine, PROMPT, 6), want)
 
 

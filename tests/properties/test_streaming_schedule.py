@@ -107,6 +107,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         for key in mine:
             self.withdraw(key, claimant)
 
+    @rule(claimant=OWNERS)
+    def cancel_all_generations(self, claimant):
+        owner = claimant[0]
+        mine = [(key, who) for key, claims in self.claims.items() for who in claims if who[0] == owner]
+        assert self.s.cancel(owner) == len(mine)
+        assert self.s.cancel(owner) == 0
+        for key, who in mine:
+            self.withdraw(key, who)
+
     @rule(visit=st.integers(0, 9))
     def cancel_stale(self, visit):
         mine = [

@@ -2,10 +2,11 @@
 
 import os
 import sys
+import threading
 
 import pytest
 
-from moelab.errors import ParameterError
+from moelab.errors import ContractError, ParameterError
 from moelab.models import tiny
 from moelab.streaming import EngineOptions, StreamingEngine, write_pack
 from moelab.streaming.memory import cores
@@ -90,6 +91,29 @@ def test_a_pass_runs_on_its_cores_and_gives_them_back(tmp_path):
             (apart.compute, batch)  # mlx's thread, made by the first pass
         ]
     assert (os.sched_getaffinity(0), os.sched_getscheduler(0)) == before
+
+
+def test_cores_that_were_taken_away_are_named(tmp_path, monkeypatch):
+    """At the start of a reader, which then ends, and of a pass."""
+    if not CHOOSES or len(os.sched_getaffinity(0)) < 2:
+        return
+    tiny.save("qwen3_moe", tmp_path, seed=1)
+    options, real = EngineOptions(cache_bytes=1 << 20, cores="apart"), os.sched_setaffinity
+
+    def taken_away(thread, numbers):
+        if len(numbers) < 2:
+            raise OSError(22, "Invalid argument")
+        real(thread, numbers)
+
+    with StreamingEngine.load(tmp_path, options) as engine:
+        monkeypatch.setattr(cores.os, "sched_setaffinity", taken_away)
+        with pytest.raises(ContractError, match="may not be used any more; field: cores"):
+            list(engine.stream_tokens([1, 2, 3], max_tokens=2))
+        assert engine.forward.phase is None
+        readers = threading.active_count()
+        with pytest.raises(ContractError, match="may not be used any more"):
+            StreamingEngine.load(tmp_path, options)
+        assert threading.active_count() == readers
 
 
 def test_a_failed_pass_gives_its_cores_back(tmp_path):

@@ -199,6 +199,7 @@ def test_impossible_prefetchers_and_candidates_are_refused():
     for bad in ({"threshold": 1.5}, {"byte_budget": -1}, {"priority": P0}):
         with pytest.raises(ContractError, match="no such prefetcher"):
             World(**bad)
-    for bad in ((L, 0, 0.5), (0, E, 0.5), (0, 0, 1.5), (-1, 0, 0.5), (0, 0, float("nan"))):
+    wrong = ((L, 0, 0.5), (0, E, 0.5), (0, 0, 1.5), (-1, 0, 0.5), (0, 0, float("nan")), (0, 0.5, 1.0), (None, 0, 0.5))
+    for bad in wrong:
         with pytest.raises(ContractError, match="no such candidate"):
             World().issue(bad)

@@ -1,6 +1,9 @@
 """A prediction is told by one thread and made into tickets by another: it meets the state it was made in."""
 
+import copy
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -92,19 +95,89 @@ def test_a_wrong_candidate_is_refused_where_it_is_named(store):
     memory.close()
 
 
-def test_an_error_of_a_prediction_is_counted_and_readers_go_on(store):
+def test_an_error_of_a_deadline_is_raised_where_it_is_told(store):
     cache, scheduler, told = rooms(store)
-    memory = ExpertMemory(store, cache, scheduler, threads=2)
+    memory = ExpertMemory(store, cache, scheduler, threads=0)
 
     def due(layer):
-        raise ValueError("no clock")
+        if layer == 1:
+            raise ValueError("no clock")
+        return 5.0
 
-    memory.predict(told, [(0, 3, 1.0)], due=due)
+    with pytest.raises(ValueError, match="no clock"):
+        memory.predict(told, [(0, 3, 1.0), (1, 3, 0.5)], due=due)
     memory.catch_up()
-    assert memory.prefetch_errors == 1 and "no clock" in str(memory.prefetch_error)
+    assert (told.counters.candidates, told.left, memory.prefetch_errors) == (0, told.byte_budget, 0)
+    assert not queued(scheduler) and not cache._expected.keys
+    memory.close()
+
+
+def test_an_error_of_a_prediction_is_counted_and_readers_go_on(store, monkeypatch):
+    cache, scheduler, told = rooms(store)
+    memory = ExpertMemory(store, cache, scheduler, threads=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(told, "tickets_of", lambda *_, **__: 1 / 0)
+        memory.predict(told, [(0, 3, 1.0)])
+        memory.catch_up()
+    assert memory.prefetch_errors == 1 and "division by zero" in str(memory.prefetch_error)
     memory.predict(told, [(0, 5, 1.0)])
     memory.drain()
     assert cache.slot(5) is not None and memory.prefetch_errors == 1
+    memory.close()
+
+
+def test_what_was_told_protects_before_a_slot_is_taken(store):
+    """The thread that waits for a demand evicts for it: not the resident that a prediction has named meanwhile."""
+    cache, scheduler, told = rooms(store)
+    memory = ExpertMemory(store, cache, scheduler, threads=0)
+    for layer in range(store.layers):
+        demand = memory.demand(layer, list(range(SLOTS // store.layers)), phase=DECODED)
+        demand.wait()
+        memory.release(demand.keys)
+    demand = memory.demand(0, [store.experts - 1], phase=DECODED)
+    oldest = copy.deepcopy(cache).reserve(store.experts - 1, speculative=False).evicted[0]
+    memory.predict(told, [(*divmod(oldest, store.experts), 1.0)])
+    demand.wait()
+    assert cache.slot(oldest) is not None
+    memory.close()
+
+
+def test_what_is_retired_reads_nothing_any_more(store):
+    cache, scheduler, told = rooms(store)
+    memory = ExpertMemory(store, cache, scheduler, threads=0)
+    memory.predict(told, [(0, 3, 1.0)])
+    memory.begin_step(told)  # another generation
+    memory.predict(told, [(1, 4, 1.0), (1, 5, 1.0)])
+    counters = memory.retire(told)
+    assert scheduler.pending == 0 and counters.fate["withdrawn"] == 3 and counters.read_bytes == 0
+    memory.close()
+
+
+def test_nobody_waits_for_what_nobody_reads(store):
+    """A closed memory is not drained, and an expert whose read was withdrawn is not waited for."""
+    cache, scheduler, told = rooms(store)
+    memory = ExpertMemory(store, cache, scheduler, threads=0)
+    demand = memory.demand(0, [1, 2], phase=DECODED)
+    memory.give_up()
+    with pytest.raises(ContractError, match=r"nobody reads this expert any more.*\(0, [12]\)"):
+        demand.wait()
+    memory.predict(told, [(1, 4, 1.0)])
+    waiting = []
+    with ThreadPoolExecutor(1) as pool:
+        drained = pool.submit(memory.drain)
+        while not scheduler.pending:
+            time.sleep(1e-3)
+        memory.close()
+        waiting.append(drained.exception(timeout=10))
+    assert isinstance(waiting[0], ContractError) and "closed" in str(waiting[0])
+
+
+def test_a_request_leaves_no_demand_behind(store):
+    cache, scheduler, _ = rooms(store)
+    memory = ExpertMemory(store, cache, scheduler, threads=0)
+    memory.demand(0, [1, 2, 3], phase=DECODED)
+    memory.reset_request()
+    assert scheduler.pending == 0 and not cache._holds.keys
     memory.close()
 
 

@@ -74,7 +74,7 @@ class StreamingEngine:
                 or `options.layer`, whose `cache_slots` then are the budget.
 
         Raises:
-            ParameterError: neither budget given.
+            ParameterError: neither budget given, or cores that cannot be had.
             ContractError: the budget does not leave one token's experts, or room to open the checkpoint in place (both
                 figures named).
             UnsupportedModelError, StoreError: the checkpoint cannot be read, or not in place (then `moelab pack`).
@@ -84,6 +84,7 @@ class StreamingEngine:
             raise ParameterError(
                 "of another type", field="options", got=type(options).__name__, expected="EngineOptions"
             )
+        Cores.choose(options.cores)  # what cannot be is said before anything is loaded
         loaded = StreamedModel.load(model, options, memory_budget_bytes)
         with ExitStack() as undo:
             undo.callback(loaded.close)
@@ -182,10 +183,15 @@ class StreamingEngine:
             raise footprint.refusal(room, batch * need, positions)
 
     def reset(self) -> None:
-        """Forget what belongs to a request. Residents stay: the cache is warm for the next one."""
-        self.memory.reset_request()
-        for switch in self.switches:
-            switch.reset()
+        """Forget what belongs to a request. Residents stay: the cache is warm for the next one.
+
+        Raises:
+            ContractError: a pass is running; nothing was forgotten.
+        """
+        with self.forward.between_passes():
+            self.memory.reset_request()
+            for switch in self.switches:
+                switch.reset()
 
     def close(self) -> None:
         self.memory.close()

@@ -35,7 +35,7 @@ NOT_HERE = {
     "input_embeddings": "a request is token ids",
     "draft_model": "there is no drafting here",
     "num_draft_tokens": "there is no drafting here",
-    "stream": "passes run on the device's default stream",
+    "stream": "the engine chooses the stream of its passes",
     "mode": "modes are a prerouter's, `install_prerouter(engine.loaded, spec, engine, mode=...)`",
 }
 """Arguments of mlx-lm's that streaming does not have, and why."""

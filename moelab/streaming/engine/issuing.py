@@ -82,11 +82,11 @@ class Issuer:
         return self
 
     def stop(self) -> PrefetchCounters:
-        """Take it off again; what was prefetched and not used by now is wasted. Its counters."""
+        """Take it off again; what is queued is withdrawn, what was read and not used by now is wasted. Its counters."""
         self.forward.listeners.remove(self)
-        self.memory.catch_up()
+        found = self.memory.retire(self.prefetcher)
         self.memory.observers.remove(self.prefetcher.observe)
-        return self.prefetcher.close()
+        return found
 
     def __enter__(self) -> Self:
         return self.start()

@@ -41,7 +41,7 @@ class EngineOptions:
         device: a declared disk that every read is slowed to; None = this machine's own.
         check_reads: compare the checksum of every expert that is read; None = of a pack, which has them.
         threads: reader threads beside the computing one; None = 2, or what `layer` says.
-        cores: "shared", "apart" (computing and reading on cores of their own) or "auto": see `memory.cores`.
+        cores: of passes and readers: "shared", "apart" (each on cores of their own) or "auto": see `memory.cores`.
         max_inflight_bytes: bytes of reads in progress at most; None = two slots a thread, or what `layer` says.
         reserve_bytes: of the budget, for attention caches, activations and freed buffers. Prompts are cut so that they
             fit (`StreamingEngine.prefill_step`); a request that cannot is refused before it reads.

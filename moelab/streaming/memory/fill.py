@@ -149,6 +149,7 @@ def offer(memory: ExpertMemory, layer: int, expert: int, source: np.ndarray) -> 
         memory._check_open()
         if memory.cache.slot(key) is not None or memory.scheduler.ticket(key) is not None:
             return False
+        memory._take_in()  # what was told protects experts that this slot could be taken from
         if (grant := memory.cache.reserve(key, speculative=True)) is None:
             return False
         memory.slabs[grant.pool].host[grant.slot] = source

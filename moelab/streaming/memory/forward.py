@@ -9,13 +9,14 @@ A streamed layer reports here when its ids are wanted (`arrive`) and when its ou
 * **predictions are issued inside the pass.** As soon as a layer's route is known, and its own demand is queued or,
   where nothing is missing, its experts are being computed, each `listener` may queue reads for later layers.
 * **one thread.** Lazy mlx arrays belong to the thread that made them. Any thread may run a pass, but two may
-  not run one at a time.
+  not run one at a time, and nobody forgets a request while a pass of it runs (`between_passes`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import mlx.core as mx
@@ -52,6 +53,7 @@ class Forward:
         self.timeline = Timeline()
         self.listeners: list[Listener] = []
         self.step, self.phase = -1, None
+        self._open = threading.Lock()  # held while a pass is open
         self._thread: int | None = None
         self._outputs: list[mx.array] = []
         self._then: list[Callable[[], None]] = []
@@ -63,30 +65,53 @@ class Forward:
         """Open a pass. Raises ContractError on an unknown phase, or while another pass is open."""
         if phase not in PHASES:
             raise ContractError("a pass is prefill or decode", field="phase", got=phase, expected=PHASES)
-        if self._thread is not None:
+        self._alone()
+        self._thread, self.phase = threading.get_ident(), phase
+        self.step += 1
+
+    @contextmanager
+    def between_passes(self) -> Iterator[None]:
+        """No pass begins meanwhile. Raises ContractError while one is open."""
+        self._alone()
+        try:
+            yield
+        finally:
+            self._open.release()
+
+    def _alone(self) -> None:
+        if not self._open.acquire(blocking=False):
             whose = "this" if self._thread == threading.get_ident() else "another"
             raise ContractError(
                 "a pass is running", field="thread", got=f"{whose} thread is in it", expected="one pass at a time"
             )
-        self._thread, self.phase = threading.get_ident(), phase
-        self.step += 1
 
     def end(self, *arrays: mx.array) -> None:
         """Close the pass: evaluate `arrays` and what is left of it, and release its slots."""
         mx.eval(*arrays, *self._outputs, *(array for array, _ in self._tallies))
         self.timeline.close(self.memory.clock())
         tallies = [(np.array(array), add) for array, add in self._tallies]
-        self.abort()
+        self._close()
         for values, add in tallies:
             add(values)
         for listener in self.listeners:
             listener.ended(step=self.step)
 
     def abort(self) -> None:
-        """Close the pass without evaluating: its lazy results must not be used."""
-        self._used()
-        self._tallies.clear()
-        self._thread = self.phase = None
+        """Close this thread's pass, if it is open, without evaluating: its lazy results must not be used."""
+        if self._thread != threading.get_ident():
+            return
+        try:
+            self.memory.give_up()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        try:
+            self._used()
+        finally:
+            self._tallies.clear()
+            self._thread = self.phase = None
+            self._open.release()
 
     def arrive(self, layer: int, x: mx.array, indices: mx.array) -> np.ndarray:
         """The ids `[..., K]` on the host. The synchronisation of this layer.

@@ -17,15 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...errors import ContractError
 from ..schedule.schedule import P0, Ticket
 from .reading import Readers
 from .told import Wish
 
 if TYPE_CHECKING:
     from ..schedule.oracle import Candidate
-    from ..schedule.prefetch import Prefetcher
+    from ..schedule.prefetch import PrefetchCounters, Prefetcher
 
 __all__ = ["Demand", "ExpertMemory"]
+
+DEMAND = "demand"
+"""Owner of what visits ask for."""
 
 
 @dataclass
@@ -93,7 +97,7 @@ class ExpertMemory(Readers):
                     demand.waiting.add(key)
                     self._failed.pop(key, None)
                     asked = Ticket(
-                        key=key, layer=layer, priority=P0, owner="demand", generation=0, deadline=now,
+                        key=key, layer=layer, priority=P0, owner=DEMAND, generation=0, deadline=now,
                         nbytes=self.store.nbytes(layer), confidence=1.0,
                     )  # fmt: skip
                     self.scheduler.submit(asked, now)
@@ -112,8 +116,18 @@ class ExpertMemory(Readers):
                 if (started := self._start(urgent=True)) is not None:
                     self._read(*started)
                 else:
+                    self._require_coming(demand)
                     self._change.wait(timeout=1.0)
         return self.clock() - began
+
+    def _require_coming(self, demand: Demand) -> None:
+        """Raises ContractError: an expert is waited for that is neither there nor on its way, and never would be."""
+        for key in demand.waiting:
+            if self.cache.slot(key) is None and self.scheduler.ticket(key) is None and key not in self._failed:
+                raise ContractError(
+                    "nobody reads this expert any more", field="layer, expert", got=divmod(key, self.store.experts),
+                    expected="a read that goes on until its visit is released",
+                )  # fmt: skip
 
     def _collect(self, demand: Demand) -> None:
         """Lease what has landed since the last look. Raises what a read of this demand raised."""
@@ -152,10 +166,17 @@ class ExpertMemory(Readers):
         The tickets are made by a reader, before anything that they depend on changes (see `told`).
         """
         named = prefetcher.named(candidates)
+        deadlines = prefetcher.deadlines(named, due)
         with self._change:
             self._check_open()
-            self._told.append(Wish(prefetcher, named, self.clock(), due, passes_ahead))
+            self._told.append(Wish(prefetcher, named, deadlines, self.clock(), passes_ahead))
             self._work.notify()
+
+    def retire(self, prefetcher: Prefetcher) -> PrefetchCounters:
+        """A prefetcher is done with: `Prefetcher.close`, once all that was predicted has its tickets."""
+        with self._change:
+            self._take_in()
+            return prefetcher.close()
 
     def expect(self, layer: int, experts: Iterable[int], *, instead_of: Iterable[int] = ()) -> None:
         """Predictions name these experts for the layer's next turn: protect them from eviction until it is over.
@@ -175,15 +196,20 @@ class ExpertMemory(Readers):
             self._take_in()
             self.cache.used(layer, [base + expert for expert in experts])
 
-    def cancel(self, *, owner: str, generation: int) -> int:
-        """Withdraw what an owner queued; reads in progress finish and may fill the cache."""
+    def cancel(self, *, owner: str, generation: int | None = None) -> int:
+        """Withdraw what an owner queued, in one generation or all; reads in progress finish and may fill the cache."""
         with self._change:
             self._take_in()
             return self.scheduler.cancel(owner, generation)
 
+    def give_up(self) -> None:
+        """A pass ends before its time: nobody waits for what it demanded. Reads in progress finish."""
+        self.cancel(owner=DEMAND)
+
     def reset_request(self) -> None:
-        """Forget what belongs to a request; residents and reads in progress stay."""
+        """Forget what belongs to a request, demands that are queued too; residents and reads in progress stay."""
         with self._change:
             self._take_in()
+            self.scheduler.cancel(DEMAND)
             self.cache.reset_request()
             self._failed.clear()

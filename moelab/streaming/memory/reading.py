@@ -43,6 +43,9 @@ class Readers:
         cores: where they read, and where passes run; None = anywhere.
         clock: seconds, monotonic.
 
+    Raises:
+        ContractError: cores that may not be used any more.
+
     Attributes:
         slabs: one a pool of the cache.
         prefetch_error: the last error of a speculative read, None if there was none.
@@ -81,6 +84,12 @@ class Readers:
         ]
         for thread in self._threads:
             thread.start()
+            if cores is not None:
+                try:
+                    cores.read_on(thread)
+                except BaseException:
+                    self.close()
+                    raise
 
     def slab(self, layer: int) -> Slab:
         return self.slabs[self.cache.pool_of(layer)]
@@ -95,11 +104,12 @@ class Readers:
             self._take_in()
 
     def drain(self) -> None:
-        """Return when nothing is queued or in progress."""
+        """Return when nothing is queued or in progress. Raises ContractError once the memory is closed."""
         began = self.clock()
         with self._change:
             self._take_in()
             while self.scheduler.pending:
+                self._check_open()
                 self._change.wait(timeout=0.1)
                 self._take_in()
         self.drained_s += self.clock() - began
@@ -111,10 +121,11 @@ class Readers:
             self._change.notify_all()
             self._work.notify_all()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
 
     def _take_in(self) -> None:
-        """What was told gets its tickets. An error counts as a prefetch's, and has no other consequence."""
+        """What was told gets its tickets. An error counts as a prefetch's, and keeps no later prediction waiting."""
         while self._told:
             wish = self._told.popleft()
             try:
@@ -125,11 +136,8 @@ class Readers:
                 self.prefetch_errors, self.prefetch_error = self.prefetch_errors + 1, error
 
     def _serve(self) -> None:
-        if self.cores is not None:
-            self.cores.read_here()
         with self._change:
             while not self._closed:
-                self._take_in()
                 if (started := self._start(urgent=False)) is not None:
                     self._read(*started)
                 else:
@@ -137,6 +145,7 @@ class Readers:
 
     def _start(self, *, urgent: bool) -> tuple[Ticket, Grant | None] | None:
         """The next read and its slot (None: outside of the cache); None if there is no read, or no slot for it."""
+        self._take_in()  # what was told protects experts that this slot could be taken from
         while (ticket := self.scheduler.next(self.clock(), urgent_only=urgent)) is not None:
             if ticket.key in self.outside:
                 return ticket, None

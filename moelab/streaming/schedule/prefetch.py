@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import index
 from typing import Any
 
 from ...errors import ContractError
@@ -84,6 +85,11 @@ class PrefetchCounters:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _number_below(value: Any, end: int) -> bool:
+    """A whole number of whatever type, from 0 on."""
+    return hasattr(value, "__index__") and 0 <= value < end
 
 
 def _ratio(part: int, whole: int) -> float:
@@ -158,37 +164,38 @@ class Prefetcher:
         Raises:
             ContractError: no such layer, expert or confidence.
         """
-        return self.tickets_of(self.named(candidates), now, due=due, passes_ahead=passes_ahead)
+        named = self.named(candidates)
+        return self.tickets_of(named, self.deadlines(named, due), now, passes_ahead=passes_ahead)
 
     def named(self, candidates: Iterable[tuple[int, int, float]]) -> dict[int, float]:
         """Key -> confidence of candidates. Looks at nothing that changes, so it needs no lock. Raises as `tickets`."""
         layers, experts = self.cache.layers, self.cache.experts
         best: dict[int, float] = {}
         for layer, expert, confidence in candidates:
-            if not (0 <= layer < layers and 0 <= expert < experts and 0 <= confidence <= 1):
+            if not (_number_below(layer, layers) and _number_below(expert, experts) and 0 <= confidence <= 1):
                 raise ContractError(
                     "no such candidate", field="candidates", got=(layer, expert, confidence),
-                    expected=f"< {layers}, < {experts}, [0, 1]",
+                    expected=f"ints < {layers} and < {experts}, [0, 1]",
                 )  # fmt: skip
-            key = layer * experts + expert
+            key = index(layer) * experts + index(expert)
             best[key] = max(best.get(key, 0.0), float(confidence))
         return best
 
+    def deadlines(self, named: Iterable[int], due: Callable[[int], float] | None) -> dict[int, float]:
+        """Seconds by layer of these keys; inf = none is known. No lock either."""
+        layers = {key // self.cache.experts for key in named}
+        return dict.fromkeys(layers, math.inf) if due is None else {layer: due(layer) for layer in layers}
+
     def tickets_of(
-        self,
-        named: Mapping[int, float],
-        now: float,
-        *,
-        due: Callable[[int], float] | None = None,
-        passes_ahead: int = 0,
+        self, named: Mapping[int, float], deadlines: Mapping[int, float], now: float, *, passes_ahead: int = 0
     ) -> list[Ticket]:
-        """`tickets` of what `named` made of the candidates."""
+        """`tickets` of what `named` and `deadlines` made of the candidates."""
         experts, ahead, out = self.cache.experts, passes_ahead * self.cache.layers, []
         visits = {key: self.cache.next_visit(key // experts) + ahead for key in named}
         for key in sorted(named, key=lambda key: (-named[key], visits[key], key)):
             self.counters.candidates += 1
             layer, confidence = key // experts, named[key]
-            deadline = math.inf if due is None else due(layer)
+            deadline = deadlines[layer]
             reason = self._suppressed(key, layer, confidence, deadline, now)
             if reason != "confidence" and self.protect:
                 self.cache.expect((key,), visits[key])
@@ -239,7 +246,8 @@ class Prefetcher:
                 self.counters.ready_by_prefetch += 1
 
     def close(self) -> PrefetchCounters:
-        """The run is over: what nobody asked for by now is wasted. Returns the counters."""
+        """The run is over: what is queued is withdrawn, what nobody asked for yet is wasted. Returns the counters."""
+        self.scheduler.cancel(self.owner)
         for key in list(self._open):
             self._settle(key, asked=False)
         return self.counters

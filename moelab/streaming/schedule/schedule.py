@@ -120,10 +120,10 @@ class Scheduler:
             self._reconsider(live, now)
         return live
 
-    def cancel(self, owner: str, generation: int) -> int:
-        """Withdraw all claims of an owner's generation. Returns how many; a second call finds none."""
-        keys = self._of.get((owner, generation), ())
-        return sum(self._withdraw(key, (owner, generation)) for key in list(keys))
+    def cancel(self, owner: str, generation: int | None = None) -> int:
+        """Withdraw all claims of an owner, or of one generation. Returns how many; a second call finds none."""
+        claimants = [one for one in self._of if one[0] == owner] if generation is None else [(owner, generation)]
+        return sum(self._withdraw(key, one) for one in claimants for key in list(self._of.get(one, ())))
 
     def cancel_stale(self, visit: int) -> int:
         """Withdraw the P1 and P2 claims for visits up to `visit`, whose routes are known. Returns how many."""
